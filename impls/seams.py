@@ -397,6 +397,10 @@ class Executor(ABC):
     def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """FP32 logits [R, vocab] and final-normed hidden states [T, hidden]."""
 
+    @abstractmethod
+    def draft(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        """For a proposer: FP32 logits [R, vocab] after the first ``num_layers`` layers (None = all)."""
+
     def warm_up(self, max_num_seqs: int) -> None:
         """Compile or capture every shape that will be run; called before the timed window."""
 

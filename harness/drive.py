@@ -1,0 +1,103 @@
+"""Feeds a request stream to a target and records what comes back. Open and closed loop; the real and the virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+
+from harness.recorder import Recorder
+from impls.request import Request
+from impls.seams import StepResult, Target
+from workloads.stream import RequestStream
+
+
+class RealClock:
+    """Monotonic seconds since the run's start. The last millisecond of a wait is spun: a sleep may oversleep by one."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def sleep_until(self, deadline_s: float) -> None:
+        while (left := deadline_s - self.now()) > 0:
+            if left > 0.001:
+                time.sleep(min(left - 0.0005, 0.5))
+
+
+class VirtualClock:
+    """Time that passes only where something says that it does."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+    def sleep_until(self, deadline_s: float) -> None:
+        if math.isinf(deadline_s):
+            raise RuntimeError("nothing can run and nothing will arrive: the target waits for ever")
+        self._now = max(self._now, deadline_s)
+
+
+def drive(
+    target: Target,
+    stream: RequestStream,
+    recorder: Recorder,
+    clock: RealClock | VirtualClock,
+    *,
+    on_step: Callable[[StepResult], None] = lambda result: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Submit each request at its intended arrival and step the target until all have ended. True if it ran to its end.
+
+    Pacing is by absolute deadlines, so a late step delays what follows it but never the schedule itself. On
+    `should_stop` the requests that are still open are aborted and recorded as such.
+    """
+    pending: list[tuple[float, int, Request]] = []
+    order = 0
+
+    def push(requests: list[Request]) -> None:
+        nonlocal order
+        for request in requests:
+            heapq.heappush(pending, (request.arrival_s, order, request))
+            order += 1
+
+    push(stream.initial())
+    open_requests: dict[str, Request] = {}
+    outputs: dict[str, list[int]] = {}
+    while pending or open_requests or target.has_work:
+        if should_stop():
+            for request_id in open_requests:
+                target.abort(request_id)
+                recorder.aborted(request_id, clock.now())
+            return False
+        now = clock.now()
+        while pending and pending[0][0] <= now:
+            request = heapq.heappop(pending)[2]
+            open_requests[request.request_id] = request
+            outputs[request.request_id] = []
+            target.add_request(request)
+            recorder.submitted(request, clock.now())
+        until = pending[0][0] if pending else math.inf
+        if not target.has_work:
+            clock.sleep_until(min(until, now + 0.5) if isinstance(clock, RealClock) else until)
+            continue
+        result = target.step(until)
+        recorder.step(result)
+        on_step(result)
+        for emission in result.emissions:
+            outputs[emission.request_id] += emission.token_ids
+            if emission.finish_reason is not None:
+                request = open_requests.pop(emission.request_id)
+                push(stream.on_finish(request, emission.time_s, outputs.pop(emission.request_id)))
+    return True

@@ -1,0 +1,287 @@
+"""The step loop: schedule -> run -> verify -> commit. Composes the axes and knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from impls.request import Request, Sequence
+from impls.seams import (
+    Clock,
+    Decoder,
+    DraftTokens,
+    Emission,
+    Executor,
+    KVCacheManager,
+    KVReservation,
+    Proposer,
+    ScheduledStep,
+    Scheduler,
+    StepBatch,
+    StepResult,
+    StepStats,
+)
+from impls.step_batch import BatchRow, build_batch
+
+
+class Engine:
+    """One serving engine. Single-threaded: the caller steps it and gets what each step emitted.
+
+    ``draft_executor`` runs a draft model whose K/V lies in extra layers of the same blocks; None if the proposer needs
+    none. ``eos_token_ids`` end a request unless it asks to ignore them.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        kv: KVCacheManager,
+        executor: Executor,
+        decoder: Decoder,
+        proposer: Proposer | None,
+        draft_executor: Executor | None,
+        clock: Clock,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        weights_bytes: int,
+    ) -> None:
+        self.scheduler, self.kv, self.executor, self.decoder = scheduler, kv, executor, decoder
+        self.proposer, self.draft_executor = proposer, draft_executor
+        self.clock, self.device = clock, device
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+        self.weights_bytes = weights_bytes
+        self._sequences: dict[str, Sequence] = {}
+        self._drafts: dict[str, DraftTokens] = {}
+        self._held_back: list[Emission] = []
+
+    # --- the Target protocol ------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self._sequences:
+            raise ValueError(f"request {request.request_id!r} is already in the engine")
+        sequence = Sequence(request)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence, self.clock.now())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences) or bool(self._held_back)
+
+    def abort(self, request_id: str) -> None:
+        if self._sequences.pop(request_id, None) is not None:
+            self.scheduler.abort(request_id)
+            self._forget(request_id)
+
+    def close(self) -> None:
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
+    @torch.inference_mode()
+    def step(self, until: float) -> StepResult:
+        start = self.clock.now()
+        step = self.scheduler.schedule(start)
+        emissions = [self._reject(seq_id, reason, start) for seq_id, reason in step.rejected.items()]
+        for seq_id in step.preempted:
+            self._forget(seq_id)
+        if step.is_empty:
+            if not emissions:
+                wake = self.scheduler.next_event_s(start)
+                self.clock.sleep_until(until if wake is None else min(until, wake))
+            return StepResult(emissions)
+
+        stats = self._open_stats(step, start)
+        mark = self._lap(stats, "schedule_s", start)
+        batch, decoding = self._prepare(step, stats)
+        mark = self._lap(stats, "prepare_s", mark)
+        logits, hidden = self.executor.execute(batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
+        mark = self._lap(stats, "forward_s", mark)
+        num_rows = sum(len(sequence.draft_token_ids) + 1 for sequence in decoding)
+        new_tokens = self.decoder.decode(decoding, logits[:num_rows], self._drafts)
+        mark = self._lap(stats, "sample_s", mark)
+        emissions += self._commit(step, decoding, new_tokens, stats, mark)
+        mark = self._lap(stats, "commit_s", mark)
+        if self.proposer is not None and self.decoder.uses_proposer:
+            self.proposer.observe(batch, hidden)
+            self._propose(self.proposer)
+            mark = self._lap(stats, "propose_s", mark)
+        stats.end_s = mark
+        return StepResult(emissions, stats)
+
+    # --- one step's parts ---------------------------------------------------------------------------------------------
+
+    def _lap(self, stats: StepStats, phase: str, since: float) -> float:
+        now = self.clock.now()
+        setattr(stats, phase, now - since)
+        return now
+
+    def _open_stats(self, step: ScheduledStep, start: float) -> StepStats:
+        dead = set(step.dead_rows)
+        live = [seq_id for seq_id in step.num_scheduled_tokens if seq_id not in dead]
+        return StepStats(
+            start_s=start,
+            padding_tokens=sum(step.padding_tokens.values()),
+            dead_rows=len(dead),
+            running=len(live),
+            waiting=self.scheduler.num_waiting,
+            preempted=len(step.preempted),
+            preempted_ids=list(step.preempted),
+            slot_request_ids=list(self.scheduler.slots),
+            scheduled=live,
+        )
+
+    def _prepare(self, step: ScheduledStep, stats: StepStats) -> tuple[StepBatch, list[Sequence]]:
+        """The batch and, in row order, the sequences whose logits it yields. Dead rows' logits come last."""
+        dead = set(step.dead_rows)
+        rows: list[BatchRow] = []
+        decoding: list[Sequence] = []
+        for seq_id, count in step.num_scheduled_tokens.items():
+            sequence = self._sequences.get(seq_id)
+            if seq_id in dead:
+                continue
+            assert sequence is not None
+            start, drafts = sequence.num_computed_tokens, sequence.draft_token_ids
+            tokens = (sequence.token_ids + drafts)[start : start + count]
+            reaches_end = start + count == sequence.num_tokens + len(drafts)
+            if start + 1 + len(drafts) < sequence.num_tokens + len(drafts):
+                stats.prefill_tokens += count
+            else:
+                stats.decode_tokens += count - len(drafts)
+                stats.draft_tokens += len(drafts)
+            padding = step.padding_tokens.get(seq_id, 0)
+            num_logits = len(drafts) + 1 if reaches_end else 0
+            table = self.kv.block_table(seq_id)
+            rows.append(BatchRow(seq_id, [*tokens, *([0] * padding)], start, table, num_logits, count))
+            if reaches_end:
+                decoding.append(sequence)
+        for seq_id in step.dead_rows:
+            position = self._dead[seq_id].num_computed_tokens - 1
+            token = self._dead[seq_id].token_ids[position]
+            rows.append(BatchRow(seq_id, [token], position, self.kv.block_table(seq_id), 1, 1))
+        batch = build_batch(rows, self.kv.block_size, self.device)
+        stats.query_lens, stats.kv_lens = batch.query_lens, batch.kv_lens
+        stats.num_logits_rows = len(batch.logits_indices)
+        return batch, decoding
+
+    @property
+    def _dead(self) -> Mapping[str, Sequence]:
+        return {sequence.seq_id: sequence for sequence in self.scheduler.running if sequence.finished}
+
+    def _commit(
+        self,
+        step: ScheduledStep,
+        decoding: Seq[Sequence],
+        new_tokens: Seq[Seq[int]],
+        stats: StepStats,
+        now: float,
+    ) -> list[Emission]:
+        emissions: list[Emission] = []
+        dead = set(step.dead_rows)
+        for seq_id, count in step.num_scheduled_tokens.items():
+            if seq_id not in dead:
+                self._sequences[seq_id].num_computed_tokens += count
+        for sequence, tokens in zip(decoding, new_tokens, strict=True):
+            drafted = len(sequence.draft_token_ids)
+            kept, reason = self._cut(sequence, tokens)
+            accepted = min(len(tokens) - 1, len(kept))
+            stats.accepted_tokens += accepted
+            if drafted:
+                stats.drafted[sequence.seq_id] = (drafted, accepted)
+            sequence.draft_token_ids = []
+            self._drafts.pop(sequence.seq_id, None)
+            sequence.token_ids.extend(kept)
+            sequence.num_computed_tokens = sequence.num_tokens - 1  # rejected drafts roll back; they are overwritten
+            sequence.finish_reason = reason
+            emissions.append(Emission(sequence.seq_id, tuple(kept), now, reason))
+        for seq_id in step.num_scheduled_tokens:
+            if seq_id not in dead:
+                self.kv.commit(seq_id, self._sequences[seq_id].num_computed_tokens)
+        self._record_reservations(stats, dead)
+        for sequence in decoding:
+            if sequence.finished:
+                self._forget(sequence.seq_id)
+                del self._sequences[sequence.seq_id]
+                self.scheduler.finish(sequence)
+        return self._release(emissions)
+
+    def _release(self, emissions: list[Emission]) -> list[Emission]:
+        """`batching.emit=batch_end` shows what a caller of a batch pipeline sees: nothing until the batch is done."""
+        if getattr(self.scheduler, "emit", "step") == "step":
+            return emissions
+        self._held_back += emissions
+        if any(slot is not None for slot in self.scheduler.slots):
+            return []
+        released, self._held_back = self._held_back, []
+        now = self.clock.now()
+        return [Emission(e.request_id, e.token_ids, now, e.finish_reason, e.error) for e in released]
+
+    def _cut(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], str | None]:
+        """Tokens up to a stop token (kept, as it was produced) or the length limit, and why it ends there."""
+        sampling = sequence.request.sampling
+        limit = min(sampling.max_tokens - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens)
+        kept: list[int] = []
+        for token in tokens[:limit]:
+            kept.append(token)
+            if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self.eos_token_ids):
+                return kept, "stop"
+        return kept, "length" if len(kept) == limit else None
+
+    def _record_reservations(self, stats: StepStats, dead: set[str]) -> None:
+        stats.kv_reservations = [
+            KVReservation(s.seq_id, self.kv.reserved_tokens(s.seq_id), s.num_computed_tokens, s.seq_id in dead)
+            for s in self.scheduler.running
+        ]
+        stats.kv_capacity_tokens = self.kv.capacity_tokens
+        stats.kv_free_tokens = self.kv.capacity_tokens - sum(hold.reserved for hold in stats.kv_reservations)
+        stats.kv_allocation_unit = self.kv.block_size
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Draft for every sequence that decodes next. A draft's K/V needs room; without room there is no draft."""
+        wanted: dict[str, int] = {}
+        sequences: list[Sequence] = []
+        for sequence in self.scheduler.running:
+            if sequence.finished or sequence.num_computed_tokens != sequence.num_tokens - 1:
+                continue
+            room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
+            k = min(proposer.num_draft_tokens, room)
+            if k <= 0:
+                continue
+            if proposer.max_lookahead_tokens and not self.kv.allocate(sequence.seq_id, sequence.num_tokens + k):
+                continue
+            wanted[sequence.seq_id] = k
+            sequences.append(sequence)
+        if not sequences:
+            return
+        for seq_id, draft in proposer.propose(sequences, wanted, self).items():
+            if draft.token_ids:
+                self._drafts[seq_id] = draft
+                self._sequences[seq_id].draft_token_ids = list(draft.token_ids)
+
+    def draft_forward(
+        self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int], *, model: str, num_layers: int | None = None
+    ) -> dict[str, Tensor]:
+        """`ModelRunner` for the proposer: K/V goes to the blocks that the sequences already hold."""
+        executor = self.draft_executor if model == "draft" else self.executor
+        if executor is None:
+            raise ValueError("this arm has no draft model")
+        rows = [
+            BatchRow(seq_id, ids, starts[seq_id], self.kv.block_table(seq_id), 1, len(ids))
+            for seq_id, ids in tokens.items()
+        ]
+        logits = executor.draft(build_batch(rows, self.kv.block_size, self.device), num_layers)
+        return dict(zip(tokens, logits, strict=True))
+
+    def _reject(self, seq_id: str, reason: str, now: float) -> Emission:
+        del self._sequences[seq_id]
+        return Emission(seq_id, (), now, "rejected", reason)
+
+    def _forget(self, seq_id: str) -> None:
+        self._drafts.pop(seq_id, None)
+        if self.proposer is not None:
+            self.proposer.forget(seq_id)
