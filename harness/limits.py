@@ -1,0 +1,117 @@
+"""Bytes and FLOPs of a step, what the machine could do, and whether an arm fits in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from impls.seams import ModelShape, StepStats
+
+# Dense peak per GPU: BF16 TFLOP/s, FP8 TFLOP/s (None: no FP8), INT8 TOP/s, memory GB/s. Vendor datasheets, no sparsity.
+DATASHEET = {
+    "A100-SXM4-80GB": (312.0, None, 624.0, 2039.0),
+    "A100-SXM4-40GB": (312.0, None, 624.0, 1555.0),
+    "H100 80GB HBM3": (989.4, 1978.9, 1978.9, 3350.0),
+    "H200": (989.4, 1978.9, 1978.9, 4800.0),
+    "B200": (2250.0, 4500.0, 4500.0, 8000.0),
+    "L4": (121.0, 242.0, 242.0, 300.0),
+}
+WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the device could do at best: FLOP/s in the arm's arithmetic, bytes/s of its memory, and where that is from."""
+
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    source: str  # "datasheet" | "measured" | "unknown"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    flops: int
+    bytes: int
+
+
+def linear_parameters(shape: ModelShape) -> int:
+    """Weights of all projections of all layers; neither embedding nor head."""
+    heads = shape.num_heads * shape.head_dim
+    kv_heads = shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (heads + 2 * kv_heads) + heads * shape.hidden_size
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def head_parameters(shape: ModelShape) -> int:
+    return shape.vocab_size * shape.hidden_size
+
+
+def weights_bytes(shape: ModelShape, precision: str) -> int:
+    """Resident bytes to expect; the head and the embedding stay in BF16 under a quantised precision."""
+    bits = WEIGHT_BITS.get(precision, 16)
+    tables = head_parameters(shape) * (1 if shape.tie_embeddings else 2)
+    return linear_parameters(shape) * bits // 8 + tables * max(bits, 16) // 8
+
+
+def attended_positions(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+    """Query-key pairs of a causal step: row i of q rows that end at position n attends to n - q + i + 1 positions."""
+    return sum(q * (n - q) + q * (q + 1) // 2 for q, n in zip(query_lens, kv_lens, strict=True))
+
+
+def step_cost(shape: ModelShape, stats: StepStats, *, resident_bytes: int, kv_bytes_per_token: int) -> StepCost:
+    """The target model's FLOPs (a multiply-add is two) and the bytes that a step must move at least.
+
+    Bytes: every weight once (an untied embedding table is only looked up, so it is left out), each sequence's K/V once,
+    the K/V written, and what the backend copies to make its cache readable (once read, once written).
+    """
+    rows = sum(stats.query_lens)
+    pairs = attended_positions(stats.query_lens, stats.kv_lens)
+    flops = 2 * rows * linear_parameters(shape) + 2 * stats.num_logits_rows * head_parameters(shape)
+    flops += 4 * pairs * shape.num_layers * shape.num_heads * shape.head_dim
+    lookup_only = 0 if shape.tie_embeddings else 2 * head_parameters(shape)
+    moved = resident_bytes - lookup_only + (sum(stats.kv_lens) + rows) * kv_bytes_per_token
+    return StepCost(flops, moved + 2 * stats.gathered_bytes)
+
+
+def memory_total_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def memory_free_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
+
+
+def does_not_fit(shape: ModelShape, precision: str, kv_bytes: int, activation_rows: int, device: str) -> str | None:
+    """The reason why weights, cache and activations cannot lie in the device's memory; None if they can."""
+    activations = 4 * activation_rows * (2 * shape.hidden_size + 2 * shape.intermediate_size)
+    needed = weights_bytes(shape, precision) + kv_bytes + activations
+    has = memory_total_bytes(device)
+    return None if needed <= has else f"needs {needed / 1e9:.0f} GB, has {has / 1e9:.0f} GB"
+
+
+def datasheet_peaks(device_name: str, precision: str) -> Peaks | None:
+    for name, (bf16, fp8, int8, bandwidth) in DATASHEET.items():
+        if name in device_name:
+            tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(precision, bf16)
+            return Peaks(tera * 1e12 if tera else None, bandwidth * 1e9, "datasheet")
+    return None
+
+
+def utilisation(steps: Sequence[Mapping[str, Any]], peaks: Peaks, seconds: float) -> dict[str, float | None]:
+    """MFU and MBU over a window of ``seconds``: all steps' FLOPs and bytes against what the peaks would allow."""
+
+    def share(total: float, peak: float | None) -> float | None:
+        return total / (seconds * peak) if peak and seconds > 0 else None
+
+    return {
+        "mfu": share(sum(s["flops"] for s in steps), peaks.flops_per_s),
+        "mbu": share(sum(s["bytes"] for s in steps), peaks.bytes_per_s),
+    }
