@@ -1,0 +1,102 @@
+"""One arm's configuration: what is `auto` or relative is settled once per study, then every option says whether it can run."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from harness.limits import does_not_fit, memory_free_bytes
+from impls.attention.auto import resolve_attention
+from impls.build import describe_arm, max_model_len, validate_axes
+from impls.models.source import ModelSource, open_model
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class ConfigError(ValueError):
+    """A bad option: one line with the option, its value and what is allowed."""
+
+
+def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every arm with its device, its attention backend and its KV budget in bytes settled.
+
+    The free memory is read once, so that a fraction gives all arms of a study the same bytes.
+    """
+    free: dict[str, int] = {}
+    resolved: dict[str, dict[str, Any]] = {}
+    for name, config in configs.items():
+        arm = copy.deepcopy(dict(config))
+        arm["device"] = {**arm["device"], "name": resolve_device(str(arm["device"]["name"]))}
+        device = arm["device"]["name"]
+        if arm["attention"]["name"] == "auto":
+            arm["attention"] = option("attention", resolve_attention(device))
+        if device not in free:
+            free[device] = memory_free_bytes(device)
+        source = open_model(arm["model"])
+        kv_cache = dict(arm["kv_cache"])
+        kv_cache["budget_bytes"] = budget_bytes(kv_cache.pop("budget"), source, free[device])
+        arm["kv_cache"] = kv_cache
+        resolved[name] = arm
+    return resolved
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU where there is one. ConfigError if `cuda` is asked for and there is none."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no CUDA device here; allowed: auto, cpu")
+    return name
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """An option as conf/ defines it."""
+    loaded: dict[str, Any] = yaml.safe_load((CONF_DIR / group / f"{name}.yaml").read_text())
+    return loaded
+
+
+def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:
+    """Bytes of KV cache from bytes (`500000000`, `2GiB`), a fraction of free memory (`0.25`) or tokens (`3072tokens`).
+
+    Tokens are counted at the model's BF16 K/V size, whatever the arm's own type: equal bytes for all arms.
+    """
+    allowed = "allowed: bytes (2GiB), a fraction of free memory between 0 and 1, or <n>tokens"
+    text = str(budget).strip()
+    if match := re.fullmatch(r"(\d+)\s*tokens?", text):
+        size = int(match[1]) * source.shape.kv_bytes_per_token(2)
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMG]i?B|B|)", text):
+        number = float(match[1])
+        fraction = not match[2] and 0 < number < 1
+        size = int(number * (free_bytes if fraction else UNITS[match[2]]))
+    else:
+        raise ConfigError(f"kv_cache.budget={budget}: not understood; {allowed}")
+    if size <= 0 or not math.isfinite(size):
+        raise ConfigError(f"kv_cache.budget={budget}: buys nothing; {allowed}")
+    return size
+
+
+def validate_arm(config: Mapping[str, Any]) -> list[str]:
+    """Reasons why this (resolved) arm cannot run here; empty if it can."""
+    source = open_model(config["model"])
+    length = max_model_len(config, source)
+    reasons = []
+    if length > source.shape.max_position:
+        reasons.append(f"model.max_model_len={length} is above the model's own {source.shape.max_position}")
+    reasons += validate_axes(describe_arm(config, source))
+    rows = int(config["batching"].get("max_num_batched_tokens") or max(2048, length))
+    lacking = does_not_fit(
+        source.shape,
+        str(config["precision"]["name"]),
+        int(config["kv_cache"]["budget_bytes"]),
+        rows,
+        str(config["device"]["name"]),
+    )
+    return reasons + ([lacking] if lacking else [])
