@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from harness.errors import BadInput
 from harness.limits import does_not_fit, memory_free_bytes
 from impls.attention.auto import resolve_attention
 from impls.build import describe_arm, max_model_len, validate_axes
@@ -19,10 +20,6 @@ from impls.models.source import ModelSource, open_model
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-class ConfigError(ValueError):
-    """A bad option: one line with the option, its value and what is allowed."""
 
 
 def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -49,11 +46,11 @@ def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is the GPU where there is one. ConfigError if `cuda` is asked for and there is none."""
+    """`auto` is the GPU where there is one. BadInput if `cuda` is asked for and there is none."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch sees no CUDA device here; allowed: auto, cpu")
+        raise BadInput("device=cuda: torch sees no CUDA device here; allowed: auto, cpu")
     return name
 
 
@@ -77,9 +74,9 @@ def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:
         fraction = not match[2] and 0 < number < 1
         size = int(number * (free_bytes if fraction else UNITS[match[2]]))
     else:
-        raise ConfigError(f"kv_cache.budget={budget}: not understood; {allowed}")
+        raise BadInput(f"kv_cache.budget={budget}: not understood; {allowed}")
     if size <= 0 or not math.isfinite(size):
-        raise ConfigError(f"kv_cache.budget={budget}: buys nothing; {allowed}")
+        raise BadInput(f"kv_cache.budget={budget}: buys nothing; {allowed}")
     return size
 
 

@@ -1,0 +1,195 @@
+"""One arm, one trial: build, warm up, drive, record."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from harness.drive import RealClock, drive
+from harness.limits import Peaks, StepCost, step_cost, utilisation
+from harness.memory import PeakMemory
+from harness.metrics import compute_metrics
+from harness.probe import peaks
+from harness.provenance import provenance
+from harness.recorder import Recorder
+from harness.records import SCHEMA_VERSION, write_trial
+from harness.telemetry.gpu import gpu_source
+from harness.telemetry.host import HostSource, ProcessSource, host_load
+from harness.telemetry.sampler import Sampler
+from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
+from impls.engine import Engine
+from impls.models.cache import cache_dir
+from impls.models.source import ModelSource, open_model
+from impls.request import Request, SamplingParams
+from impls.seams import StepResult, StepStats
+from workloads import build_stream
+from workloads.stream import RequestStream
+
+WARM_UP_TOKENS = 8
+BUSY_HOST_PERCENT = 20.0
+
+
+@dataclass
+class Progress:
+    """What a watcher may want to know; ``steps`` standing still is what a hang looks like."""
+
+    phase: str = "starting"
+    steps: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    requests: int = 0
+
+
+def run_trial(
+    config: Mapping[str, Any],
+    *,
+    study: str,
+    arm: str,
+    trial: int,
+    seed: int,
+    out_dir: Path,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> str:
+    """Measure one trial and write its record to ``out_dir``; returns its status, ok or aborted. Errors propagate."""
+    progress = Progress()
+    on_progress(progress)
+    load_before = host_load()
+    device = str(config["device"]["name"])
+    if config["device"].get("threads"):
+        torch.set_num_threads(int(config["device"]["threads"]))
+    source = open_model(config["model"])
+    length = max_model_len(config, source)
+    stream = build_stream(config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=length)
+    clock = RealClock()
+    engine = build_engine(config, source, clock)
+    startup_s = warm_up(engine, stream, clock)
+    roof = peaks(device, str(config["precision"]["name"]), cache_dir())
+
+    progress.phase, progress.requests = "measuring", stream.num_requests
+    recorder = Recorder()
+    memory = PeakMemory(device)
+    gpus = gpu_source() if device == "cuda" else None
+    sources = [ProcessSource(), HostSource(), *([gpus] if gpus else [])]
+
+    def on_step(result: StepResult) -> None:
+        progress.steps += result.stats is not None
+        progress.output_tokens += sum(len(e.token_ids) for e in result.emissions)
+        progress.finished += sum(e.finish_reason is not None for e in result.emissions)
+        on_progress(progress)
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        memory.reset()
+        clock.restart()
+        sampler = Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0)))
+        sampler.start()
+        completed = drive(engine, stream, recorder, clock, on_step=on_step, should_stop=should_stop)
+        telemetry = sampler.stop()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    peak_memory = memory.read()
+    load_after = host_load()
+
+    kv_bytes = source.shape.kv_bytes_per_token(KV_DTYPES[kv_dtype_name(config)].itemsize)
+
+    def cost(stats: StepStats) -> StepCost:
+        return step_cost(source.shape, stats, resident_bytes=engine.weights_bytes, kv_bytes_per_token=kv_bytes)
+
+    requests, steps = recorder.requests_frame(), recorder.steps_frame(cost)
+    window, metrics, warnings = compute_metrics(
+        requests,
+        steps,
+        telemetry,
+        window_rule=stream.window_rule,
+        warmup_s=stream.warmup_s,
+        last_arrival_s=stream.last_arrival_s,
+        max_num_seqs=int(config["batching"]["max_num_seqs"]),
+        kv_layout=str(config["kv_cache"]["name"]),
+        slo=dict(config["slo"]),
+        price_per_hour=config["price"].get("per_hour"),
+        extras={
+            "weights_bytes": engine.weights_bytes,
+            "peak_memory_bytes": peak_memory,
+            "startup_s": startup_s,
+        },
+    )
+    metrics |= _utilisation(steps, window, roof)
+    status = "ok" if completed else "aborted"
+    run = {
+        "schema_version": SCHEMA_VERSION,
+        "study": study,
+        "arm": arm,
+        "trial": trial,
+        "status": status,
+        "reasons": [] if completed else ["stopped by the user"],
+        "config": dict(config),
+        "axes": {group: value["name"] for group, value in config.items() if isinstance(value, Mapping) and "name" in value},
+        "seed": seed,
+        "provenance": provenance(device, kernels(engine))
+        | {"host_before": load_before, "host_after": load_after, "workload": stream.provenance}
+        | {"telemetry_cost": {"cpu_s": sampler.cost.cpu_s, "rounds": sampler.cost.rounds}},
+        "window": window,
+        "metrics": metrics,
+        "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},
+        "validity": warnings + _busy_host(load_before),
+        "clock": "real",
+        "emulated": emulated(engine),
+    }
+    engine.close()
+    write_trial(out_dir, run, requests, steps, telemetry)
+    return status
+
+
+def warm_up(engine: Engine, stream: RequestStream, clock: RealClock) -> float:
+    """Compile and touch every kind of step with prompts that the trial does not contain.
+
+    Returns the seconds from the start of this process to the end of its first step; the rest of the warm-up comes after.
+    """
+    startup_s: float | None = None
+    count = min(engine.scheduler.max_num_seqs, WARM_UP_TOKENS)
+    for request in stream.warmup_requests(count):
+        sampling = replace(request.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        engine.add_request(replace(request, sampling=sampling, arrival_s=0.0))
+    while engine.has_work:
+        result = engine.step(math.inf)
+        if result.stats is not None and startup_s is None:
+            startup_s = time.time() - psutil.Process().create_time()
+    engine.executor.warm_up(engine.scheduler.max_num_seqs)
+    if startup_s is None:
+        raise RuntimeError("the warm-up ran no step: its requests were all rejected")
+    return startup_s
+
+
+def kernels(engine: Engine) -> dict[str, str]:
+    """Which kernels this arm reaches on this device."""
+    method = engine.executor.model.method
+    return {"linear": method.kernel, "head": method.head_method().kernel, "attention": type(engine.executor.attention).__name__}
+
+
+def emulated(engine: Engine) -> list[str]:
+    parts = (engine.executor.model.method, engine.decoder)
+    return [note for note in (getattr(part, "emulated", None) for part in parts) if note]
+
+
+def _utilisation(steps: Any, window: Mapping[str, Any], roof: Peaks) -> dict[str, float | None]:
+    seconds = (window["end_s"] or 0.0) - (window["start_s"] or 0.0)
+    inside = steps[(steps["end_s"] > window["start_s"]) & (steps["start_s"] < window["end_s"])] if seconds > 0 else steps[:0]
+    return utilisation(inside[["flops", "bytes"]].to_dict("records"), roof, seconds)
+
+
+def _busy_host(load: Mapping[str, float]) -> list[str]:
+    if load["cpu_percent"] <= BUSY_HOST_PERCENT:
+        return []
+    return [f"busy host: {load['cpu_percent']:.0f} % of its CPUs were in use before this trial started"]
