@@ -52,17 +52,17 @@ class Bf16Gemm:
         """The inverse of `pack`: FP32 [N, K], exactly what is multiplied."""
         return (weight.to_dense() if self.kernel == "onednn_bf16" else weight).float()
 
-    def matmul(self, x: Tensor, packed: PackedLinear) -> Tensor:
+    def matmul(self, x: Tensor, packed: PackedLinear, with_bias: bool = True) -> Tensor:
         """x [rows, K] in ``dtype`` to [rows, N] in ``dtype``; reads ``packed.tensors["weight"]`` and the bias."""
-        weight = packed.tensors["weight"]
+        weight, bias = packed.tensors["weight"], packed.bias if with_bias else None
         if not x.shape[0]:
             return x.new_empty(0, packed.out_features)
         if self.kernel == "onednn_bf16":
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, packed.bias, "none", [], "")
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
         if self.kernel == "cublas_bf16":
-            return F.linear(x, weight, packed.bias)
-        return self._widened(x, weight, packed.bias)
+            return F.linear(x, weight, bias)
+        return self._widened(x, weight, bias)
 
     def _widened(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         n, k = weight.shape

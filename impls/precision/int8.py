@@ -1,0 +1,87 @@
+"""INT8 W8A8: symmetric, one scale per output channel and one per token, computed from that token alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from impls.precision.cpu_features import has_int8_instructions
+from impls.precision.gemm import Bf16Gemm
+from impls.precision.w8a8 import W8A8, linear_sizes, quantize_int8
+from impls.seams import Arm, PackedLinear
+
+KERNELS = ("cublas_int8", "onednn_int8", "onednn_fp32_scratch")
+CUDA_MIN_ROWS = 32  # torch._int_mm on CUDA refuses 16 rows or fewer; 32 is its smallest tile
+
+
+class Int8(W8A8):
+    """Weights and activations INT8, accumulators INT32, scales FP32, outputs in ``activation_dtype``.
+
+    cublas_int8          CUDA, torch._int_mm; in_features and out_features must be multiples of 8
+    onednn_int8          CPU, torch._int_mm: the choice where the CPU has VNNI or AMX, a scalar loop where not
+    onednn_fp32_scratch  any CPU: the same integers as floating-point numbers, held in BF16 (exact) and accumulated
+                         in FP32, which is exact while a sum stays under 2^24 (in_features <= 1040 guarantees it)
+    """
+
+    name = "int8"
+
+    def __init__(self, device: torch.device, kernel: str = "auto") -> None:
+        super().__init__(device)
+        self.kernel = best_kernel(device) if kernel == "auto" else kernel
+        if why := why_not(self.kernel, device):
+            raise ValueError(why)
+        self._gemm: Bf16Gemm | None = None
+        if self.kernel == "onednn_fp32_scratch":
+            self._gemm = Bf16Gemm(device, self.kernel)
+            self.emulated = "INT8 values are multiplied as FP32: this CPU has no 8-bit dot product (VNNI, AMX)"
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        device = torch.device(arm.device)
+        kernel = str(arm.axes["precision"].get("kernel", "auto"))
+        reason = None if kernel == "auto" else why_not(kernel, device)
+        reasons = [reason] if reason else []
+        if device.type == "cuda":
+            sizes = linear_sizes(arm)
+            reasons += [f"{name}={size} must be a multiple of 8" for name, size in sizes.items() if size % 8]
+        return reasons
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        n, k = weight.shape
+        values, scale = quantize_int8(weight.float())
+        kept = self._gemm.pack(values) if self._gemm else values.to(self.device)
+        tensors = {"weight": kept, "scale": scale.view(n).to(self.device)}
+        return PackedLinear(k, n, tensors, None if bias is None else bias.to(self.device, torch.float32))
+
+    def quantize_activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_int8(x)
+
+    def matmul(self, values: Tensor, packed: PackedLinear) -> Tensor:
+        """INT8 [rows, K] to INT32 [rows, N]; the same integers in FP32 under ``onednn_fp32_scratch``."""
+        if self._gemm:
+            return self._gemm.matmul(values.float(), packed, with_bias=False)
+        rows = values.shape[0]
+        if self.kernel == "cublas_int8" and rows < CUDA_MIN_ROWS:
+            values = F.pad(values, (0, 0, 0, CUDA_MIN_ROWS - rows))
+        return torch._int_mm(values, packed.tensors["weight"].t())[:rows]
+
+    def dequantize(self, packed: PackedLinear) -> Tensor:
+        weight = packed.tensors["weight"]
+        values = self._gemm.unpack(weight, packed) if self._gemm else weight.float()
+        return values * packed.tensors["scale"].view(-1, 1)
+
+
+def best_kernel(device: torch.device) -> str:
+    if device.type != "cpu":
+        return "cublas_int8"
+    return "onednn_int8" if has_int8_instructions() else "onednn_fp32_scratch"
+
+
+def why_not(kernel: str, device: torch.device) -> str | None:
+    """Why ``kernel`` cannot run on ``device``; None if it can."""
+    if kernel not in KERNELS:
+        return f"kernel={kernel}: must be auto or one of {', '.join(KERNELS)}"
+    if (kernel == "cublas_int8") != (device.type != "cpu"):
+        return f"kernel={kernel}: not a kernel for device {device.type}"
+    return None
