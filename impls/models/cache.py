@@ -1,0 +1,51 @@
+"""The user's cache: files appear whole or not at all, and one process at a time makes them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from impls.models.errors import ModelError
+
+
+def cache_dir() -> Path:
+    """``HARNESS_CACHE`` if set, else a folder where this platform keeps caches."""
+    if own := os.environ.get("HARNESS_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "llm-harness"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "llm-harness"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "llm-harness"
+
+
+@contextmanager
+def making(target: Path) -> Iterator[Path | None]:
+    """Yield the temporary path to write ``target`` to, or None if it is there already (another process made it).
+
+    The temporary file is renamed to ``target`` if the block ends well, and removed if it does not.
+    ModelError if the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(target.name + ".lock"))
+        lock.acquire()
+    except OSError as error:
+        raise ModelError(f"cannot write the cache {target.parent} ({error.strerror}): set HARNESS_CACHE") from error
+    partial = target.with_name(target.name + ".partial")  # under the lock: what a killed process left is overwritten
+    try:
+        if target.exists():
+            yield None
+            return
+        yield partial
+        os.replace(partial, target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target} ({error.strerror or error}): free space or set HARNESS_CACHE") from error
+    finally:
+        partial.unlink(missing_ok=True)
+        lock.release()

@@ -1,0 +1,178 @@
+"""A Hugging Face directory: config.json to a shape, safetensors to FP32 tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from impls.models.errors import ModelError
+from impls.models.rope import inverse_frequencies
+from impls.models.tensors import check_tensors
+from impls.seams import ModelShape
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FLOATS = ("F64", "F32", "F16", "BF16")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def read_json(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
+    """A JSON object from a file of at most ``limit`` bytes; {} if there is no such file. ModelError if malformed."""
+    try:
+        if path.stat().st_size > limit:
+            raise ModelError(f"{path} has more than {limit} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise error if isinstance(error, ModelError) else ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
+
+
+def shape_from_config(config: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape that a config.json declares. ModelError names the key that is missing, odd or not supported."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(f"{where}: model_type {family!r} is not supported ({', '.join(FAMILIES)} are)")
+    if config.get("quantization_config"):
+        raise ModelError(f"{where}: quantised checkpoints are not read; give the original and choose a precision")
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported (silu is)")
+
+    def count(key: str, default: int | None = None) -> int:
+        value = config.get(key, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            raise ModelError(f"{where}: {key} must be a positive integer, is {value!r}")
+        return value
+
+    def real(key: str, source: Mapping[str, Any], default: float) -> float:
+        value = source.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ModelError(f"{where}: {key} must be a positive number, is {value!r}")
+        return float(value)
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    kv_heads = count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: {heads} heads cannot share {kv_heads} key/value heads evenly")
+    head_dim = count("head_dim", max(hidden // heads, 1))
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd, rotary embedding needs halves")
+    # transformers 5 keeps both under rope_parameters, earlier ones theta at the top and the rest under rope_scaling.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{where}: rope_scaling must be an object, is {rope!r}")
+    if real("partial_rotary_factor", {**config, **rope}, 1.0) != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor is not supported")
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    shape = ModelShape(
+        vocab_size=count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=count("intermediate_size"),
+        num_layers=count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=_max_position(config, count("max_position_embeddings"), count),
+        rope_theta=real("rope_theta", {**config, **rope}, 10000.0),
+        rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+        rms_norm_eps=real("rms_norm_eps", config, 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", family == "qwen2")),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+    )
+    inverse_frequencies(shape)  # refuses a scaling that is not supported now, not after the weights are read
+    return shape
+
+
+def _max_position(config: Mapping[str, Any], trained: int, count: Any) -> int:
+    """A sliding window changes nothing up to its own length; longer contexts are not offered."""
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    return min(trained, count("sliding_window")) if windowed else trained
+
+
+class SafetensorsWeights(Mapping[str, Tensor]):
+    """FP32 tensors by name from one or more safetensors files, memory-mapped while a tensor is copied out of it.
+
+    A tensor never refers to the mapping: otherwise packed weights could stay backed by a file that others may change,
+    and the whole file would count as resident.
+    """
+
+    def __init__(self, files: Mapping[str, Path], shape: ModelShape) -> None:
+        """``files``: tensor name -> file. ModelError if these are not the tensors that ``shape`` needs."""
+        self._files = files
+        found: dict[str, tuple[int, ...]] = {}
+        for path in sorted(set(files.values())):
+            with _opened(path) as file:
+                held = set(file.keys())
+                for name in (name for name, where in files.items() if where == path):
+                    if name not in held:
+                        raise ModelError(f"{path}: tensor {name} is missing")
+                    piece = file.get_slice(name)
+                    if piece.get_dtype() not in FLOATS:
+                        raise ModelError(f"{path}: tensor {name} is {piece.get_dtype()}, not one of {', '.join(FLOATS)}")
+                    found[name] = tuple(piece.get_shape())
+        check_tensors(found, shape, str(next(iter(files.values())).parent if files else "no file"))
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor.to(torch.float32, copy=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index or the only file of a directory. ModelError if there is neither."""
+    index = read_json(folder / "model.safetensors.index.json")
+    if index:
+        names = index.get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise ModelError(f"{folder}: model.safetensors.index.json has no weight_map")
+        if bad := next((file for file in names.values() if Path(file).name != file), None):
+            raise ModelError(f"{folder}: model.safetensors.index.json names {bad!r}, which is not a file beside it")
+        return {name: folder / file for name, file in names.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ModelError(f"{folder} has {len(files)} safetensors files and no model.safetensors.index.json, needs one or the other")
+    with _opened(files[0]) as file:
+        return {name: files[0] for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+
+
+def sampled_fingerprint(files: list[Path]) -> str:
+    """Identifies files by their sizes, their heads and evenly spaced samples: milliseconds, whatever their size."""
+    digest = hashlib.sha256()
+    for path in files:
+        try:
+            size = path.stat().st_size
+            digest.update(str(size).encode())
+            with open(path, "rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1), os.SEEK_SET)
+                    digest.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    return "sampled:" + digest.hexdigest()[:32]

@@ -1,0 +1,7 @@
+"""What goes wrong with a model is said in one line."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """The model cannot be used. The message is one line: what was tried or found, and what to do about it."""
