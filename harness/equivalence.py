@@ -7,16 +7,21 @@ other precisions a difference is a warning only where that gap exceeds 0.5 and t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
 from harness.arm import option
-from impls.build import build_engine
-from impls.models.source import ModelSource
+from harness.drive import RealClock
+from harness.records import TrialRecord, read_run, write_json
+from impls.build import build_engine, max_model_len
+from impls.models.source import open_model
+from impls.request import Request
 from impls.step_batch import BatchRow, build_batch
+from workloads import build_stream
 
 MAX_TEACHER_FORCED = 8
 FP32_TIE = 1e-3
@@ -69,11 +74,11 @@ def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
 class TeacherForcer:
     """The arm's own weights and precision through the `reference` attention, one sequence at a time."""
 
-    def __init__(self, config: Mapping[str, Any], source: ModelSource, clock: Any) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         arm = {**config, "attention": option("attention", "reference"), "execution": option("execution", "eager")}
         arm["batching"] = option("batching", "continuous")
         arm["decoding"] = option("decoding", "autoregressive")
-        self._engine = build_engine(arm, source, clock)
+        self._engine = build_engine(arm, open_model(config["model"]), RealClock())
 
     def top2_gap(self, token_ids: Sequence[int]) -> float:
         """Logit of the best token minus the second best, for the position after ``token_ids``."""
@@ -89,24 +94,84 @@ class TeacherForcer:
             engine.kv.free("forced")
         return float(best - second)
 
-    def close(self) -> None:
-        self._engine.close()
+    def judge(
+        self, agreement: Agreement, requests: Mapping[str, Request], reference: pd.DataFrame
+    ) -> list[Divergence]:
+        """The first divergences with the reference's gap at each."""
+        outputs = {row.request_id: list(row.output_token_ids) for row in reference.itertuples()}
+        return [
+            replace(d, gap=self.top2_gap([*requests[d.request_id].prompt_token_ids, *outputs[d.request_id][: d.position]]))
+            for d in agreement.divergences[:MAX_TEACHER_FORCED]
+        ]
 
 
-def judge(
-    agreement: Agreement, prompts: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]],
-    forcer: TeacherForcer, *, precision: str, reference_precision: str,
-) -> tuple[tuple[Divergence, ...], list[str]]:
-    """The first divergences with their gap, and a warning for each that the arithmetic does not excuse."""
-    judged: list[Divergence] = []
-    warnings: list[str] = []
-    tie = FP32_TIE if precision == reference_precision == "fp32" else LOW_PRECISION_TIE
-    for d in agreement.divergences[:MAX_TEACHER_FORCED]:
-        gap = forcer.top2_gap([*prompts[d.request_id], *outputs[d.request_id][: d.position]])
-        judged.append(Divergence(d.request_id, d.position, d.reference_token, d.token, gap))
-        if precision == reference_precision and gap > tie:
-            warnings.append(
-                f"token mismatch: request {d.request_id} differs at output token {d.position} although the reference's "
-                f"top-2 logit gap there is {gap:.3g} (allowed: {tie:g})"
-            )
-    return tuple(judged), warnings
+def check_study(run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baseline: str) -> None:
+    """After the timed trials: compare each arm's greedy tokens of its first ok trial with the baseline's of that trial.
+
+    Adds `equivalence` to these records: `metrics.equivalence` is the share of requests that are identical (in FP32 up
+    to a near-tie), the details and any *token mismatch* stand beside it. ``configs`` are the arms' composed
+    configurations, never the recorded ones.
+    """
+    record = read_run(run_dir)
+    references = {trial.run["trial"]: trial for trial in record.of_arm(baseline) if trial.run["status"] == "ok"}
+    forcer: TeacherForcer | None = None
+    for arm, config in configs.items():
+        trial = next((t for t in record.of_arm(arm) if t.run["status"] == "ok" and t.run["trial"] in references), None)
+        if trial is None or arm == baseline or "equivalence" in trial.run:
+            continue
+        reference = references[trial.run["trial"]]
+        requests = greedy_requests(config, trial.run["seed"])
+        agreement = compare(
+            reference.requests[reference.requests.request_id.isin(list(requests))], trial.requests
+        )
+        if agreement.requests == 0 or config["workload"] != configs[baseline]["workload"]:
+            continue
+        if agreement.divergences and forcer is None:
+            forcer = TeacherForcer(configs[baseline])
+        judged = [] if forcer is None else forcer.judge(agreement, requests, reference.requests)
+        _record(trial, reference, agreement, judged, same_precision(config, configs[baseline]))
+
+
+def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
+    """The trial's requests again, from its seed; a sampled request has no one right answer and is left out."""
+    source = open_model(config["model"])
+    stream = build_stream(
+        config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=max_model_len(config, source)
+    )
+    return {r.request_id: r for r in stream.initial() if r.sampling.temperature == 0}
+
+
+def same_precision(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    return all(config[group]["name"] == reference[group]["name"] for group in ("precision", "kv_dtype"))
+
+
+def _record(
+    trial: TrialRecord, reference: TrialRecord, agreement: Agreement, judged: Sequence[Divergence], equal: bool
+) -> None:
+    """Write the verdict into the trial's run.json."""
+    is_fp32 = trial.run["axes"]["precision"] == "fp32"
+    tie = FP32_TIE if is_fp32 else LOW_PRECISION_TIE
+    excused = sum(d.gap is not None and d.gap <= tie for d in judged) if is_fp32 and equal else 0
+    run = dict(trial.run)
+    run["metrics"] = {**run["metrics"], "equivalence": (agreement.identical + excused) / agreement.requests}
+    run["equivalence"] = {
+        "reference": reference.run["arm"],
+        "requests": agreement.requests,
+        "identical": agreement.identical,
+        "common_tokens": agreement.common_tokens,
+        "tokens": agreement.tokens,
+        "divergences": [asdict(d) for d in judged],
+    }
+    if equal:
+        run["validity"] = [*run["validity"], *mismatches(judged, tie)]
+    write_json(trial.path / "run.json", run)
+
+
+def mismatches(judged: Sequence[Divergence], tie: float) -> list[str]:
+    """A warning for each divergence that the arithmetic does not excuse; only for arms of equal precision."""
+    return [
+        f"token mismatch: request {d.request_id} differs at output token {d.position} although the reference's top-2 "
+        f"logit gap there is {d.gap:.3g} (allowed: {tie:g})"
+        for d in judged
+        if d.gap is not None and d.gap > tie
+    ]

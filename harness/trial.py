@@ -27,8 +27,7 @@ from harness.telemetry.sampler import Sampler
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
 from impls.models.cache import cache_dir
-from impls.models.source import ModelSource, open_model
-from impls.request import Request, SamplingParams
+from impls.models.source import open_model
 from impls.seams import StepResult, StepStats
 from workloads import build_stream
 from workloads.stream import RequestStream
@@ -107,7 +106,7 @@ def run_trial(
     def cost(stats: StepStats) -> StepCost:
         return step_cost(source.shape, stats, resident_bytes=engine.weights_bytes, kv_bytes_per_token=kv_bytes)
 
-    requests, steps = recorder.requests_frame(), recorder.steps_frame(cost)
+    requests, steps = recorder.requests(), recorder.steps(cost)
     window, metrics, warnings = compute_metrics(
         requests,
         steps,
