@@ -1,0 +1,79 @@
+"""Several tokens a step: the target scores a proposer's drafts in one pass and the verifier keeps what is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from impls.decoding import sampler, verifier
+from impls.decoding.synthetic_acceptance import accept_at_rate
+from impls.request import Sequence
+from impls.seams import Arm, Decoder, DraftTokens
+
+
+class SpeculativeDecoder(Decoder):
+    """Exact rejection sampling of drafts; greedy and sampled sequences may share a batch, with 0 to k drafts each.
+
+    acceptance_rate: None verifies exactly. A number lets each draft stand with that probability instead, whatever the
+    target says: for synthetic weights only, and labelled in ``emulated``.
+    """
+
+    uses_proposer = True
+
+    def __init__(self, *, vocab_size: int, acceptance_rate: float | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.acceptance_rate = acceptance_rate
+        self.emulated = None if acceptance_rate is None else f"acceptance rate set to {acceptance_rate:g}"
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        reasons = []
+        rate = arm.axes.get("decoding", {}).get("acceptance_rate")
+        if rate is not None:
+            if not 0 <= rate <= 1:
+                reasons.append(f"decoding.acceptance_rate={rate} must lie in [0, 1]")
+            source = arm.axes.get("model", {}).get("source")
+            if source != "synthetic":
+                reasons.append(f"decoding.acceptance_rate is for synthetic weights, not for model.source={source}")
+        num_draft_tokens = arm.axes.get("proposer", {}).get("num_draft_tokens", 0)
+        if num_draft_tokens < 1:
+            reasons.append(f"decoding=speculative needs proposer.num_draft_tokens >= 1, not {num_draft_tokens}")
+        return reasons
+
+    def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
+        """Accepted drafts, then one recovered or bonus token. Raises NonFiniteLogitsError (see `sampler.target_ids`),
+        ValueError where rows, drafts and vocabulary do not match."""
+        self._check(sequences, logits, drafts)
+        target = sampler.target_ids(sequences, verifier.row_counts(sequences), logits)
+        starts = verifier.first_rows(sequences)
+        if self.acceptance_rate is None:
+            accepted = verifier.accept_greedy(sequences, target)
+        else:
+            accepted = accept_at_rate(sequences, self.acceptance_rate, logits.device)
+        last = [target[row] for row in verifier.final_rows(starts, accepted)]
+
+        sampled = [i for i, seq in enumerate(sequences) if seq.request.sampling.temperature > 0]
+        if sampled:
+            part = [sequences[i] for i in sampled]
+            rows = [row for i in sampled for row in range(starts[i], starts[i] + len(sequences[i].draft_token_ids) + 1)]
+            params = [seq.request.sampling for seq in part for _ in range(len(seq.draft_token_ids) + 1)]
+            own = logits if len(rows) == logits.shape[0] else logits[rows]
+            verification = verifier.RandomVerification(part, sampler.distribution(own, params), drafts)
+            counts = verification.accept() if self.acceptance_rate is None else [accepted[i] for i in sampled]
+            for i, count, token in zip(sampled, counts, verification.final_tokens(counts), strict=True):
+                accepted[i], last[i] = count, token
+        return [[*seq.draft_token_ids[:n], token] for seq, n, token in zip(sequences, accepted, last, strict=True)]
+
+    def _check(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> None:
+        expected = (sum(verifier.row_counts(sequences)), self.vocab_size)
+        if tuple(logits.shape) != expected:
+            raise ValueError(f"logits {tuple(logits.shape)}, expected {expected}")
+        for seq in sequences:
+            drafted = seq.draft_token_ids
+            if any(not 0 <= token < self.vocab_size for token in drafted):
+                raise ValueError(f"drafts {drafted} of {seq.seq_id} are outside the vocabulary of {self.vocab_size}")
+            proposed = drafts.get(seq.seq_id)
+            if proposed is not None and proposed.token_ids[: len(drafted)] != drafted:
+                raise ValueError(f"drafts {drafted} of {seq.seq_id} are not those proposed: {proposed.token_ids}")
