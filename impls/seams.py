@@ -319,6 +319,7 @@ class Decoder(ABC):
     """From a step's logits to the tokens that it yields."""
 
     uses_proposer: bool = False
+    emulated: str | None = None  # which setting stands in for a real decision, None if none does
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
