@@ -1,0 +1,181 @@
+"""When requests arrive. Each law gives intended arrival times; the first n of a longer sample are the same.
+
+``rate`` is always the mean number of arrivals per second over all time. The random laws are processes that start at
+t = 0: the first arrival comes after the first gap, so n arrivals in [0, t_n] estimate the rate without bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from workloads.options import require
+
+Times = NDArray[np.float64]
+
+
+class ArrivalLaw(Protocol):
+    def sample(self, rng: Generator, n: int) -> Times:
+        """float64 [n]: intended arrivals, seconds since the run's start, non-decreasing."""
+
+
+def _check_rate(rate: float) -> None:
+    require(rate > 0, "rate", rate, "above 0 (requests per second)")
+
+
+def _gamma_gaps(rng: Generator, n: int, rate: float, cv: float) -> Times:
+    """Renewal gaps with mean 1/rate and coefficient of variation cv: gamma of shape 1/cv^2 (cv 0: constant)."""
+    if cv == 0:
+        return np.full(n, 1.0 / rate)
+    return rng.standard_gamma(1.0 / cv**2, size=n) * (cv**2 / rate)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """All at once, at t = 0: what is measured is the engine's throughput, not its response to load."""
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        return np.zeros(n)
+
+
+@dataclass(frozen=True)
+class Constant:
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        return np.arange(1, n + 1) / self.rate
+
+
+@dataclass(frozen=True)
+class Poisson:
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        return np.cumsum(rng.standard_exponential(n)) / self.rate
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """Renewal process with gamma gaps; ``cv`` 1 is Poisson, above is burstier (vLLM's burstiness is 1/cv^2)."""
+
+    rate: float
+    cv: float
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+        require(0 < self.cv <= 100, "cv", self.cv, "above 0 and at most 100")
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        return np.cumsum(_gamma_gaps(rng, n, self.rate, self.cv))
+
+
+@dataclass(frozen=True)
+class OnOff:
+    """Bursts and silence: on periods exponential (mean ``on_s``), off periods ``off_min_s`` plus exponential (mean
+    ``off_s`` in all), gamma gaps of ``cv`` inside the on time. ``rate`` is the mean over both, so inside the on time
+    it is rate * (on_s + off_s) / on_s. Starts in the on state.
+    """
+
+    rate: float
+    on_s: float
+    off_s: float
+    off_min_s: float = 0.0
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+        require(self.on_s > 0, "on_s", self.on_s, "above 0 (seconds)")
+        require(self.off_s > 0, "off_s", self.off_s, "above 0 (seconds)")
+        require(0 <= self.off_min_s <= self.off_s, "off_min_s", self.off_min_s, f"from 0 to off_s={self.off_s}")
+        require(0 <= self.cv <= 100, "cv", self.cv, "from 0 to 100")
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        gaps_rng, on_rng, off_rng = rng.spawn(3)
+        on_rate = self.rate * (self.on_s + self.off_s) / self.on_s
+        on_time = np.cumsum(_gamma_gaps(gaps_rng, n, on_rate, self.cv))
+        # On time runs through the on periods only; each off period passed shifts what follows.
+        ends, silences = np.empty(0), np.empty(0)
+        while n and (ends.size == 0 or ends[-1] < on_time[-1]):
+            more = 1024
+            last = ends[-1] if ends.size else 0.0
+            ends = np.append(ends, last + np.cumsum(on_rng.standard_exponential(more) * self.on_s))
+            off = self.off_min_s + off_rng.standard_exponential(more) * (self.off_s - self.off_min_s)
+            silences = np.append(silences, off)
+        passed = np.searchsorted(ends, on_time, side="left")
+        return on_time + np.concatenate(([0.0], np.cumsum(silences)))[passed]
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A rate that changes in steps, repeated for ever: ``segments`` are [duration in s, relative rate]; scaled so that
+    the mean over a cycle is ``rate``. Gaps in rescaled time are gamma of ``cv`` (1: inhomogeneous Poisson).
+    """
+
+    rate: float
+    segments: tuple[tuple[float, float], ...]
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+        require(len(self.segments) > 0, "segments", list(self.segments), "a list of [duration_s, relative rate]")
+        require(all(d > 0 for d, _ in self.segments), "segments", list(self.segments), "durations above 0")
+        require(all(r >= 0 for _, r in self.segments), "segments", list(self.segments), "relative rates of at least 0")
+        require(any(r > 0 for _, r in self.segments), "segments", list(self.segments), "somewhere above 0 in rate")
+        require(0 <= self.cv <= 100, "cv", self.cv, "from 0 to 100")
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        durations, relative = np.array(self.segments).T
+        rates = relative * (self.rate * durations.sum() / (durations @ relative))
+        edges = np.concatenate(([0.0], np.cumsum(durations)))
+        expected = np.concatenate(([0.0], np.cumsum(durations * rates)))  # arrivals expected by each edge
+        cycles, rest = np.divmod(np.cumsum(_gamma_gaps(rng, n, 1.0, self.cv)), expected[-1])
+        # side=right lands past a segment of rate 0, whose two edges expect the same number of arrivals.
+        segment = np.minimum(np.searchsorted(expected, rest, side="right") - 1, len(rates) - 1)
+        times: Times = cycles * edges[-1] + edges[segment] + (rest - expected[segment]) / rates[segment]
+        return times
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """``concurrency`` clients, each sending its next request when its last one has finished (for `sessions`: its next
+    session). Arrivals depend on the system measured, so an overloaded system is asked for less.
+    """
+
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        require(1 <= self.concurrency <= 1_000_000, "concurrency", self.concurrency, "from 1 to 1000000")
+
+    def sample(self, rng: Generator, n: int) -> Times:
+        """The first ``concurrency`` arrivals, at t = 0; the others follow finishes."""
+        return np.zeros(min(n, self.concurrency))
+
+
+ARRIVALS: dict[str, type[ArrivalLaw]] = {
+    "burst": Burst,
+    "constant": Constant,
+    "poisson": Poisson,
+    "gamma": Gamma,
+    "onoff": OnOff,
+    "piecewise": Piecewise,
+    "closed_loop": ClosedLoop,
+}
+
+
+def index_of_dispersion(times: Times, window_s: float) -> float | None:
+    """Variance over mean of the arrivals counted in whole windows (Poisson: 1). None below two windows."""
+    windows = int(times[-1] // window_s) if times.size else 0
+    if windows < 2:
+        return None
+    counts = np.histogram(times, bins=windows, range=(0.0, windows * window_s))[0]
+    return float(counts.var() / counts.mean()) if counts.any() else None

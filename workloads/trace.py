@@ -1,0 +1,218 @@
+"""Reads recorded traffic: JSONL (`FIELDS`, which cover Mooncake's traces) or Azure's CSV, .gz or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from numpy.random import Generator
+
+from workloads.errors import WorkloadError, one_of
+from workloads.lengths import MAX_TOKENS
+
+HASH_BLOCK_TOKENS = 512  # one entry of hash_ids stands for so many prompt tokens (Mooncake)
+MAX_LINE_CHARS = 64_000_000
+AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+FIELDS = (
+    "timestamp", "arrival_s", "prompt", "prompt_token_ids", "input_length", "output_length", "max_tokens", "hash_ids",
+    "seed", "temperature", "ignore_eos", "session_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One recorded request. Exactly one of ``prompt``, ``prompt_token_ids`` and ``input_length`` says what its prompt
+    is (``hash_ids`` may refine a length); ``arrival_s`` None: the file gives no times; other None: not recorded.
+    """
+
+    line: int
+    max_tokens: int
+    arrival_s: float | None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    input_length: int | None = None
+    hash_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    ignore_eos: bool | None = None
+    session_id: str | None = None
+
+
+def read_trace(path: Path, *, limit: int | None, skip_head: int) -> list[TraceRow]:
+    """Rows ``skip_head``.. of the file, at most ``limit``, by arrival (a stable sort), the first at 0 s.
+
+    Raises WorkloadError, with the line number, for the first row that cannot be replayed.
+    """
+    rows = list(islice(_rows(path), skip_head, None if limit is None else skip_head + limit))
+    if not rows:
+        raise WorkloadError(f"workload.path={path}: must hold a request after skip_head={skip_head}, has none")
+    timed = [row for row in rows if row.arrival_s is not None]
+    if timed and len(timed) < len(rows):
+        line = next(row.line for row in rows if row.arrival_s is None)
+        raise WorkloadError(
+            f"{path}, line {line}: has no timestamp, but line {timed[0].line} has one; give all or none"
+        )
+    start = min((row.arrival_s or 0.0) for row in rows)
+    shifted = [row if row.arrival_s is None else replace(row, arrival_s=row.arrival_s - start) for row in rows]
+    return sorted(shifted, key=lambda row: row.arrival_s or 0.0)
+
+
+def dequantise(rows: list[TraceRow], tick_s: float, rng: Generator) -> list[TraceRow]:
+    """Requests that share a timestamp spread uniformly over the ``tick_s`` that follows it (a clock's resolution).
+
+    A timestamp that only one request has is moved as well: on a grid it is just as coarse.
+    """
+    offsets = rng.random(len(rows)) * tick_s
+    spread = [replace(row, arrival_s=(row.arrival_s or 0.0) + float(o)) for row, o in zip(rows, offsets, strict=True)]
+    return sorted(spread, key=lambda row: row.arrival_s or 0.0)
+
+
+def _rows(path: Path) -> Iterator[TraceRow]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
+            azure = False
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_CHARS), ""), start=1):
+                text = line.strip()
+                if not text:
+                    continue
+                try:
+                    if number == 1 and text.split(",") == AZURE_HEADER:
+                        azure = True
+                    else:
+                        yield _azure_row(number, text) if azure else _json_row(number, text)
+                except ValueError as error:
+                    raise WorkloadError(f"{path}, line {number}: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WorkloadError(
+            f"workload.path={path}: must be a readable JSONL or Azure CSV file (UTF-8, .gz or not): {reason}"
+        ) from error
+
+
+def _azure_row(line: int, text: str) -> TraceRow:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise ValueError(f"must have the 3 columns {','.join(AZURE_HEADER)}, has {len(parts)}")
+    whole, _, fraction = parts[0].partition(".")
+    try:
+        seconds = (datetime.fromisoformat(whole) - datetime(2000, 1, 1)).total_seconds()
+        # seven digits: more than datetime holds
+        seconds += int(fraction) / 10 ** len(fraction) if fraction else 0.0
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"TIMESTAMP={parts[0]}: must be like 2023-11-16 18:15:46.6805900") from error
+    numbers = {}
+    for name, value in zip(AZURE_HEADER[1:], parts[1:], strict=True):
+        numbers[name] = _tokens(name, int(value) if value.strip().isdecimal() and len(value) < 20 else value)
+    return TraceRow(line, numbers["GeneratedTokens"], seconds, input_length=numbers["ContextTokens"])
+
+
+def _json_row(line: int, text: str) -> TraceRow:
+    try:
+        row = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"must be one JSON object ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError("must be one JSON object")  # noqa: TRY004 - bad input, not a bug of the caller
+    for key in row:
+        if key not in FIELDS:
+            raise ValueError(f"{key}: not a field, must be {one_of(FIELDS, key)}")
+    _at_most_one(row, "timestamp", "arrival_s")
+    _at_most_one(row, "output_length", "max_tokens")
+    prompts = _at_most_one(row, "prompt", "prompt_token_ids", "input_length")
+    if prompts is None and row.get("hash_ids") is None:
+        raise ValueError("must have one of prompt, prompt_token_ids, input_length, hash_ids")
+    output = _at_most_one(row, "output_length", "max_tokens")
+    if output is None:
+        raise ValueError("must have output_length or max_tokens")
+    hash_ids = _ids(row, "hash_ids")
+    input_length = None if row.get("input_length") is None else _tokens("input_length", row["input_length"])
+    if hash_ids is not None:
+        if prompts not in (None, "input_length"):
+            raise ValueError(f"hash_ids with {prompts}: must be one of them")
+        input_length = input_length or _tokens("512 x hash_ids", len(hash_ids) * HASH_BLOCK_TOKENS)
+        blocks = -(-input_length // HASH_BLOCK_TOKENS)
+        if len(hash_ids) != blocks:
+            raise ValueError(
+                f"hash_ids has {len(hash_ids)} blocks: must have {blocks} of {HASH_BLOCK_TOKENS} for input_length={input_length}"
+            )
+    prompt = _typed(row, "prompt", str)
+    session = row.get("session_id")
+    return TraceRow(
+        line=line,
+        max_tokens=_tokens(output, row[output]),
+        arrival_s=_arrival(row),
+        prompt=prompt,
+        prompt_token_ids=_ids(row, "prompt_token_ids"),
+        input_length=input_length,
+        hash_ids=hash_ids,
+        seed=_seed(row),
+        temperature=_temperature(row),
+        ignore_eos=_typed(row, "ignore_eos", bool),
+        session_id=None if session is None else str(session),
+    )
+
+
+def _at_most_one(row: dict[str, Any], *names: str) -> str | None:
+    given = [name for name in names if row.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: must be one of them")
+    return given[0] if given else None
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e15 or not math.isfinite(value):
+        raise ValueError(f"{name}={str(value)[:40]}: must be a number")
+    return float(value)
+
+
+def _tokens(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+        raise ValueError(f"{name}={str(value)[:40]}: must be a whole number from 1 to {MAX_TOKENS}")
+    return value
+
+
+def _arrival(row: dict[str, Any]) -> float | None:
+    if row.get("timestamp") is not None:
+        return _number("timestamp", row["timestamp"]) / 1000.0
+    return None if row.get("arrival_s") is None else _number("arrival_s", row["arrival_s"])
+
+
+def _typed(row: dict[str, Any], name: str, kind: type[Any]) -> Any:
+    value = row.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name}={str(value)[:40]}: must be of type {kind.__name__}")
+    return value
+
+
+def _ids(row: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**63 for i in value):
+        raise ValueError(f"{name}={str(value)[:40]}: must be a non-empty list of whole numbers of at least 0")
+    _tokens(f"length of {name}", len(value))
+    return tuple(value)
+
+
+def _seed(row: dict[str, Any]) -> int | None:
+    seed = row.get("seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+        raise ValueError(f"seed={str(seed)[:40]}: must be a whole number from 0 to 2**63 - 1")
+    return seed
+
+
+def _temperature(row: dict[str, Any]) -> float | None:
+    if row.get("temperature") is None:
+        return None
+    value = _number("temperature", row["temperature"])
+    if value < 0:
+        raise ValueError(f"temperature={value}: must be at least 0")
+    return value

@@ -1,0 +1,102 @@
+"""Prompts of a replay: those that the file gives, blocks that its hash_ids name, or text of the length it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+from numpy.random import SeedSequence
+
+from workloads.errors import WorkloadError
+from workloads.prompts import PromptSource, Tokens
+from workloads.tokenizer import Tokenizer
+from workloads.trace import HASH_BLOCK_TOKENS, TraceRow
+from workloads.vocabulary import Vocabulary
+
+
+class TracePrompts:
+    """``text`` serves the rows of which only a length is known, and the warm-up."""
+
+    def __init__(
+        self,
+        rows: Seq[TraceRow],
+        text: PromptSource,
+        vocabulary: Vocabulary,
+        seed: SeedSequence,
+        given: dict[int, Tokens],
+    ) -> None:
+        """``given``: token ids by row index, for the rows that carry a prompt (see `given_prompts`)."""
+        self._rows, self._text, self._vocabulary, self._seed, self._given = rows, text, vocabulary, seed, given
+        self._planned = self._plan_sharing()
+
+    def opening(self, index: int, length: int) -> Tokens:
+        row = self._rows[index]
+        if index in self._given:
+            return self._given[index][:length]
+        if row.hash_ids is None:
+            return self._text.opening(index, length)
+        blocks = -(-length // HASH_BLOCK_TOKENS)
+        return tuple(token for block in row.hash_ids[:blocks] for token in self._block(block))[:length]
+
+    def follow_up(self, index: int, length: int) -> Tokens:
+        return self._text.follow_up(index, length)
+
+    def reply(self, index: int, length: int) -> Tokens:
+        return self._text.reply(index, length)
+
+    def warm_up(self, index: int, length: int) -> Tokens:
+        return self._text.warm_up(index, length)
+
+    def shared(self, index: int) -> int:
+        return self._planned[index]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **self._text.describe(),
+            "rows_with_prompt": len(self._given),
+            "rows_with_hash_ids": sum(row.hash_ids is not None for row in self._rows),
+        }
+
+    def _block(self, block: int) -> list[int]:
+        """The tokens of one hash id, the same wherever it appears in this stream."""
+        rng = np.random.default_rng(SeedSequence(self._seed.entropy, spawn_key=(*self._seed.spawn_key, block)))
+        ordinary = self._vocabulary.ordinary
+        body: list[int] = ordinary[rng.integers(ordinary.size, size=HASH_BLOCK_TOKENS - 1)].tolist()
+        return [self._vocabulary.measured(block), *body]
+
+    def _plan_sharing(self) -> list[int]:
+        """Leading tokens that an earlier row has too: what a cache without limit could serve."""
+        planned = []
+        seen: set[int] = set()  # of prefixes, each as the hash of its units, chained
+        for index, row in enumerate(self._rows):
+            units: Seq[int] = self._given.get(index, row.hash_ids or ())
+            unit_tokens = 1 if index in self._given else HASH_BLOCK_TOKENS
+            chain, matched, matching = unit_tokens, 0, True
+            for unit in units:
+                chain = hash((chain, unit))  # of integers: not salted by PYTHONHASHSEED
+                matching = matching and chain in seen
+                matched += matching
+                seen.add(chain)
+            planned.append(matched * unit_tokens)
+        return planned
+
+
+def given_prompts(rows: Seq[TraceRow], tokenizer: Tokenizer | None, vocab_size: int) -> dict[int, Tokens]:
+    """Token ids of the rows that carry text or ids. WorkloadError, with the line, for what the model cannot read."""
+    given: dict[int, Tokens] = {}
+    for index, row in enumerate(rows):
+        where = f"workload.path, line {row.line}"
+        if row.prompt is not None:
+            if tokenizer is None:
+                raise WorkloadError(f"{where}: prompt is text, must be prompt_token_ids: this model has no tokenizer")
+            given[index] = tuple(tokenizer.encode(row.prompt))
+            if not given[index]:
+                raise WorkloadError(f"{where}: prompt={row.prompt!r}: must hold at least one token")
+        elif row.prompt_token_ids is not None:
+            given[index] = row.prompt_token_ids
+            if max(row.prompt_token_ids) >= vocab_size:
+                raise WorkloadError(
+                    f"{where}: prompt_token_ids has {max(row.prompt_token_ids)}: must be below vocab_size={vocab_size}"
+                )
+    return given
