@@ -1,0 +1,102 @@
+"""The application: composes and validates every arm, then hands the blocks over to Hydra's launcher.
+
+Exit status: 0 all trials ok or not_run, 1 a trial failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from harness.block import hydra_job
+from harness.compose import CONF, quoted
+from harness.console import make_console, plan_lines, summary_table
+from harness.errors import BadInput, not_allowed
+from harness.help import help_text
+from harness.study import KEPT, Plan, open_run, pending_blocks, statuses
+
+HELP_FLAGS = ("-h", "--help")
+SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")  # answered by Hydra, nothing is run
+MULTIRUN_FLAGS = ("-m", "--multirun")  # what is meant anyway
+
+
+def main(
+    argv: Sequence[str],
+    *,
+    job: Callable[[DictConfig], None] = hydra_job,
+    finish: Callable[[Path], list[Path]] | None = None,
+) -> int:
+    """Run a command line. ``job`` runs one block; ``finish`` makes the summary and the report from the records."""
+    if any(flag in HELP_FLAGS for flag in argv):
+        print(help_text())
+        return 0
+    if any(flag.partition("=")[0] in SHOW_FLAGS for flag in argv):
+        hand_over(job, argv)
+        return 0
+    run_dir: Path | None = None
+    try:
+        overrides = _overrides(argv)
+        with open_run(overrides) as (run_dir, plan):
+            console = make_console()
+            for line in plan_lines(run_dir, plan):
+                console.print(line, markup=False, soft_wrap=True)
+            if pending_blocks(run_dir, plan):
+                launcher = [o for o in dict.fromkeys([*plan["overrides"], *overrides]) if o.startswith("hydra")]
+                hand_over(job, [*launcher, f"run_dir={quoted(str(run_dir))}"])
+            made = (finish or finish_study)(run_dir)
+            for path in made:
+                console.print(path, markup=False, soft_wrap=True)
+            return exit_status(run_dir, plan)
+    except BadInput as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if run_dir is not None:
+            print(f"interrupted; resume with: python -m harness run_dir={run_dir}", file=sys.stderr)
+        return 130
+
+
+def hand_over(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+    """Hydra's own entry point on these arguments; our sweeper finds the plan in `run_dir`."""
+    own = sys.argv
+    sys.argv = [own[0], *arguments]
+    try:
+        application: Any = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
+        application()
+    finally:
+        sys.argv = own
+
+
+def finish_study(run_dir: Path) -> list[Path]:
+    """Summary, table and dashboard of what is recorded; returns the files made."""
+    from harness.report import build
+    from harness.summary import summarize
+
+    make_console().print(summary_table(summarize(run_dir)))
+    build(run_dir)
+    return [run_dir / "summary.json", run_dir / "report.html"]
+
+
+def exit_status(run_dir: Path, plan: Plan) -> int:
+    return 0 if all(status in KEPT for status in statuses(run_dir, plan).values()) else 1
+
+
+def _overrides(argv: Sequence[str]) -> list[str]:
+    overrides = [argument for argument in argv if argument not in MULTIRUN_FLAGS]
+    for argument in overrides:
+        if argument.startswith("-"):
+            known = [*HELP_FLAGS, *SHOW_FLAGS, *MULTIRUN_FLAGS]
+            raise not_allowed("", argument.partition("=")[0], known, "no such flag; allowed")
+    return overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

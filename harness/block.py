@@ -1,0 +1,114 @@
+"""One block: every arm once, in the planned order, each trial measured alone on its device."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig
+
+from harness.console import Reporter
+from harness.isolate import Ending, run_inline, run_isolated
+from harness.plan import trial_seed
+from harness.records import SCHEMA_VERSION, write_trial
+from harness.study import KEPT, Plan, planned_configs, read_plan, recorded_status
+
+
+class RunOne(Protocol):
+    """Runs one trial so that its record lies in ``job["out_dir"]``, or says why it does not."""
+
+    def __call__(
+        self, job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[[Mapping[str, Any]], None]
+    ) -> Ending: ...
+
+
+def hydra_job(config: DictConfig) -> None:
+    """What Hydra's launcher runs, here or on another machine: ``config`` names the run's folder and the block."""
+    run_block(Path(config.run_dir), int(config.block))
+
+
+def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
+    """Run what is not yet recorded of a block. KeyboardInterrupt after an interrupted trial has been recorded."""
+    plan = read_plan(run_dir)
+    configs = planned_configs(plan)
+    run_one = run_one or (run_inline if plan["isolation"] == "inline" else run_isolated)
+    with Reporter(run_dir, plan) as reporter:
+        for arm in plan["order"][block]:
+            if recorded_status(run_dir, arm, block) in KEPT:
+                continue
+            job = {
+                "config": configs[arm],
+                "study": plan["study"],
+                "arm": arm,
+                "trial": block,
+                "seed": trial_seed(plan["seed"], block),
+                "out_dir": str(run_dir / arm / str(block)),
+            }
+            if plan["arms"][arm]["reasons"]:
+                _record(job, "not_run", plan["arms"][arm]["reasons"])
+                reporter.ended(arm, block)
+                continue
+            shutil.rmtree(job["out_dir"], ignore_errors=True)  # a failed or aborted record must not pass for the new one
+            with device_lock(str(configs[arm]["device"]["name"]), reporter):
+                reporter.started(arm, block)
+                ending = run_one(job, stall_s=plan["stall_s"], on_progress=reporter.progress)
+            _settle(run_dir, plan, job, ending)
+            reporter.ended(arm, block)
+            if ending.interrupted:
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def device_lock(device: str, reporter: Reporter) -> Iterator[None]:
+    """One trial at a time is measured on a device of this machine, whoever started it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else ""
+    name = "-".join(filter(None, ["llm-serving-harness", device, visible.replace(",", "_"), str(os.getuid())]))
+    lock = FileLock(Path(tempfile.gettempdir()) / f"{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        reporter.say(f"waiting: another trial is being measured on {device}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -> None:
+    """Make sure that the trial has a record: the child's own, or one that says why there is none."""
+    status = recorded_status(run_dir, job["arm"], job["trial"])
+    if status in ("ok", "aborted"):
+        return
+    why = ending.error or "ended without a record"
+    _record(job, "aborted" if ending.interrupted else "failed", [f"stopped by the user: {why}" if ending.interrupted else why])
+
+
+def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:
+    """A record without measurements."""
+    from harness.provenance import provenance
+
+    config = job["config"]
+    write_trial(
+        Path(job["out_dir"]),
+        {
+            "schema_version": SCHEMA_VERSION,
+            **{key: job[key] for key in ("study", "arm", "trial", "seed", "config")},
+            "status": status,
+            "reasons": reasons,
+            "axes": {group: body["name"] for group, body in config.items() if isinstance(body, Mapping) and "name" in body},
+            "provenance": provenance(str(config["device"]["name"]), {}),
+            "window": {"start_s": None, "end_s": None, "rule": None},
+            "metrics": {},
+            "limits": {},
+            "validity": [],
+            "clock": "real",
+            "emulated": [],
+        },
+    )

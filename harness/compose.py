@@ -1,0 +1,135 @@
+"""From overrides to one resolved configuration: Hydra's composition, with every mistake said in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.check import check_targets, check_value, check_values
+from harness.errors import BadInput, explain, not_allowed, one_line
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+# What a user may set of Hydra's own configuration: where blocks run, and how much Hydra says.
+HYDRA_KEYS = ("hydra/launcher", "hydra.launcher.", "hydra.verbose")
+STUDY_KEYS = ("study", "run_dir")  # about the study, not about what an arm is
+
+
+@contextmanager
+def hydra_session() -> Iterator[ConfigLoader]:
+    """Hydra initialised on conf/, whatever the working directory; the one that is already running is restored."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        yield GlobalHydra.instance().config_loader()
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """The overrides as Hydra understands them, after the rules that hold for every one of them."""
+    with hydra_session() as loader:
+        try:
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+        except HydraException as error:
+            raise explain(error) from error
+        for override in parsed:
+            _check_key(override, loader)
+    return parsed
+
+
+@functools.cache
+def compose_config(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The whole resolved configuration, checked. ``overrides`` holds no sweep. BadInput says what is wrong with it."""
+    parsed = parse(overrides)
+    with hydra_session():
+        defaults = _compose([o.input_line or "" for o in parsed if is_group_choice(o)])
+        composed = _compose(list(overrides))
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise explain(error) from error
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise BadInput(f"{missing[0]}: needs a value; give {missing[0]}=...")
+    if not isinstance(config, dict):
+        raise BadInput("conf/config.yaml must be a mapping")
+    resolved = {str(key): value for key, value in config.items()}
+    check_targets(resolved)
+    for override in parsed:
+        if not is_group_choice(override) and not override.is_hydra_override():
+            key = override.key_or_group
+            check_value(key, OmegaConf.select(composed, key), default=OmegaConf.select(defaults, key))
+    check_values(resolved)
+    return resolved
+
+
+def compose_arm(overrides: Sequence[str]) -> dict[str, Any]:
+    """One arm's resolved configuration: everything but what concerns the study as a whole."""
+    return {key: value for key, value in compose_config(tuple(overrides)).items() if key not in STUDY_KEYS}
+
+
+def is_group_choice(override: Override) -> bool:
+    """True for ``group=option``, False for ``key=value``."""
+    key = str(override.key_or_group)
+    return "/" in key or key in groups()
+
+
+@functools.cache
+def groups() -> tuple[str, ...]:
+    """The axes and other groups that conf/ offers, sub-groups left out."""
+    return tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
+
+
+def options(group: str) -> list[str]:
+    """What may be chosen in a group or sub-group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def quoted(value: str) -> str:
+    """A string as the override grammar reads it back, whatever characters it holds."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    try:
+        return compose("config", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
+
+
+def _check_key(override: Override, loader: ConfigLoader) -> None:
+    key, line = str(override.key_or_group), str(override.input_line)
+    if override.is_add() or override.is_force_add() or override.is_delete():
+        raise BadInput(f"{line}: every option is declared in conf/; allowed: {line.lstrip('+~')} without '+' or '~'")
+    if override.is_hydra_override():
+        if not key.startswith(HYDRA_KEYS):
+            raise BadInput(f"{line}: the harness sets this itself; allowed: hydra/launcher and hydra.launcher.*")
+    value = override._value
+    if key.endswith("_target_") or _names_target(value):
+        raise BadInput(f"{line}: _target_ comes from conf/ only; choose an option of the group instead")
+    if "/" not in key and key not in groups():
+        return
+    available = loader.get_group_options(key, ObjectType.CONFIG)
+    if not available:
+        known = [*groups(), *(f"{g.parent.name}/{g.name}" for g in CONF.glob("*/*") if g.is_dir())]
+        raise not_allowed("", key, known, "no such group; allowed")
+    for choice in override.sweep_string_iterator() if override.is_sweep_override() else [value]:
+        if not isinstance(choice, (str, int, float, bool)) or str(choice) not in available:
+            text = override.get_value_element_as_str() if not isinstance(choice, str) else choice
+            raise not_allowed(key, one_line(text), available)
+
+
+def _names_target(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(str(key) == "_target_" or _names_target(item) for key, item in value.items())
+    return isinstance(value, list) and any(_names_target(item) for item in value)

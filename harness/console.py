@@ -1,0 +1,215 @@
+"""What a running study shows: a bar with an ETA on a terminal, one line a trial elsewhere, and the table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from harness.records import RecordError, decode_numbers, read_json
+from harness.study import KEPT, Plan, statuses
+
+WIDTH = 160  # of a table that goes to a file or a pipe
+
+
+def make_console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+class Reporter:
+    """Follows one block; what earlier blocks took is read from their records, so the ETA spans the whole study."""
+
+    def __init__(self, run_dir: Path, plan: Plan) -> None:
+        self._run_dir, self._plan = run_dir, plan
+        recorded = statuses(run_dir, plan)
+        self._total = len(recorded)
+        self._left = [trial for trial, status in recorded.items() if status not in KEPT]
+        self._wall_s: dict[str, list[float]] = {}
+        self._compared: set[tuple[str, str]] = set()
+        for (arm, trial), status in recorded.items():
+            if status in KEPT:
+                run = self._run(arm, trial)
+                self._note(arm, _recorded_seconds(run))
+                self._compared.update(self._pairs(arm, trial))
+        self._console = make_console()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[eta]}"), console=self._console
+        )
+        self._task: TaskID | None = None
+        self._current: tuple[str, int] | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Reporter:
+        if self._console.is_terminal:
+            self._task = self._bar.add_task("", total=self._total, eta="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def started(self, arm: str, trial: int) -> None:
+        self._current, self._began = (arm, trial), time.monotonic()
+        self._show(f"{arm} {trial}: starting", 0.0)
+
+    def progress(self, report: Mapping[str, Any]) -> None:
+        """From `harness.trial.Progress`: phase, steps, output_tokens, finished, requests."""
+        if self._current is None or self._task is None:
+            return
+        arm, trial = self._current
+        share = report["finished"] / report["requests"] if report["requests"] else 0.0
+        detail = f"{report['finished']}/{report['requests']} requests, {report['output_tokens']} tokens"
+        self._show(f"{arm} {trial}: {detail if report['requests'] else report['phase']}", share)
+
+    def ended(self, arm: str, trial: int) -> None:
+        """Print the trial's line, and the first ratio of each comparison that it completes."""
+        run = self._run(arm, trial)
+        if self._current == (arm, trial):
+            self._note(arm, time.monotonic() - self._began)
+        self._current = None
+        self._left = [left for left in self._left if left != (arm, trial)]
+        done = self._total - len(self._left)
+        self.say(f"[{done:>{len(str(self._total))}}/{self._total}] {arm} {trial}: {trial_line(run)}{self._eta_text()}")
+        for pair in self._pairs(arm, trial):
+            if pair not in self._compared:
+                self._compared.add(pair)
+                self.say(f"      {pair[0]} / {pair[1]}: {self._ratio(*pair, trial):.2f}x output tok/s (first pair)")
+
+    def _pairs(self, arm: str, trial: int) -> list[tuple[str, str]]:
+        """Comparisons, against baseline and rung below, of which this trial is one half and the other is there."""
+        arms = self._plan["arms"]
+        wanted = {(name, ref) for name in arms for ref in (self._plan["baseline"], arms[name]["versus"]) if ref not in (None, name)}
+        return [pair for pair in sorted(wanted) if arm in pair and self._ratio(*pair, trial) is not None]
+
+    def _ratio(self, arm: str, reference: str, trial: int) -> float | None:
+        ours, theirs = (self._run(name, trial) for name in (arm, reference))
+        if any(run.get("status") != "ok" or run.get("emulated") for run in (ours, theirs)):
+            return None
+        rates = [run["metrics"].get("output_tokens_per_s") for run in (ours, theirs)]
+        return rates[0] / rates[1] if all(rates) else None
+
+    def _run(self, arm: str, trial: int) -> dict[str, Any]:
+        try:
+            run = read_json(self._run_dir / arm / str(trial) / "run.json")
+        except RecordError:
+            return {}
+        return run | {"metrics": decode_numbers(run.get("metrics", {}))}
+
+    def _note(self, arm: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self._wall_s.setdefault(arm, []).append(seconds)
+
+    def _eta_s(self) -> float | None:
+        """Each trial left takes what its arm took so far, or what the others took."""
+        if not self._wall_s:
+            return None
+        means = {arm: sum(times) / len(times) for arm, times in self._wall_s.items()}
+        usual = sum(means.values()) / len(means)
+        left = sum(means.get(arm, usual) for arm, _ in self._left)
+        running = time.monotonic() - self._began if self._current else 0.0
+        return max(0.0, left - running)
+
+    def _eta_text(self) -> str:
+        seconds = self._eta_s()
+        return "" if seconds is None or not self._left else f"  (ETA {clock_text(seconds)})"
+
+    def _show(self, text: str, share: float) -> None:
+        if self._task is not None:
+            completed = self._total - len(self._left) + share
+            seconds = self._eta_s()
+            eta = "ETA --:--" if seconds is None else f"ETA {clock_text(seconds)}"
+            self._bar.update(self._task, description=text, completed=completed, eta=eta)
+
+
+def trial_line(run: Mapping[str, Any]) -> str:
+    if run.get("status") != "ok":
+        return f"{run.get('status', 'no record')}: {'; '.join(run.get('reasons', []))}"
+    metrics = run["metrics"]
+    ttft, itl = metrics.get("ttft_s") or {}, metrics.get("itl_s") or {}
+    emulated = "  emulated" if run.get("emulated") else ""
+    return (
+        f"{number(metrics.get('output_tokens_per_s'), 1)} tok/s  TTFT p50 {number(ttft.get('p50'), 2)} s"
+        f"  ITL p50 {number(itl.get('p50'), 1, 1e3)} ms{emulated}"
+    )
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Arms as rows; ratios of output tok/s with their intervals against the baseline and against the rung below."""
+    baseline = summary["baseline"]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    headings = ("output tok/s", f"vs {baseline}", "vs rung below", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots", "KV waste", "accepted", "peak MiB")
+    table.add_column("arm", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, arm in summary["arms"].items():
+        if arm["status"] != "ok":
+            table.add_row(name, f"{arm['status']}: {'; '.join(arm['reasons'])}", *[""] * (len(headings) - 1))
+            continue
+        m = arm["metrics"]
+        step = ratio_text((arm["step_ratios"] or {}).get("output_tokens_per_s"))
+        table.add_row(
+            name,
+            number(m.get("output_tokens_per_s"), 1),
+            "-" if name == baseline else ratio_text(arm["ratios"].get("output_tokens_per_s")),
+            f"{arm['versus']} {step}" if arm["versus"] else "-",
+            f"{number(m.get('ttft_s.p50'), 2)} / {number(m.get('ttft_s.p99'), 2)}",
+            f"{number(m.get('itl_s.p50'), 1, 1e3)} / {number(m.get('itl_s.p99'), 1, 1e3)}",
+            percent(m.get("slot_utilization")),
+            percent(_waste(m)),
+            percent(m.get("acceptance_rate")),
+            number(m.get("peak_memory_bytes"), 0, 2**-20),
+        )
+    return table
+
+
+def ratio_text(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None or ratio["median"] is None:
+        return ratio["verdict"] if ratio else "-"
+    text = f"{number(ratio['median'], 2)}x"
+    return text if ratio["low"] is None else f"{text} [{number(ratio['low'], 2)}, {number(ratio['high'], 2)}]"
+
+
+def number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _waste(metrics: Mapping[str, Any]) -> float | None:
+    used: float | None = metrics.get("kv_utilization")
+    return None if used is None else 1 - used
+
+
+def _recorded_seconds(run: Mapping[str, Any]) -> float | None:
+    startup, end = run.get("metrics", {}).get("startup_s"), (run.get("window") or {}).get("end_s")
+    return startup + end if startup is not None and isinstance(end, (int, float)) else None
+
+
+def plan_lines(run_dir: Path, plan: Plan) -> Iterable[str]:
+    """What is about to run."""
+    trials = sum(len(block) for block in plan["order"])
+    yield f"study {plan['study']}: {len(plan['arms'])} arms, {trials} trials, baseline {plan['baseline']}, seed {plan['seed']}"
+    yield f"records: {run_dir}"
+    for name, arm in plan["arms"].items():
+        for reason in arm["reasons"]:
+            yield f"not run: {name}: {reason}"

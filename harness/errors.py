@@ -1,0 +1,68 @@
+"""Bad input: one line that names the option, its value, what is allowed and the nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+from hydra.errors import OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+
+
+class BadInput(ValueError):
+    """The user's mistake, said in one line; exit status 2."""
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def nearest(value: str, allowed: Iterable[str]) -> str | None:
+    """The allowed choice that ``value`` most probably meant; None if nothing is close."""
+    matches = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def not_allowed(option: str, value: str, allowed: Iterable[str], what: str = "allowed") -> BadInput:
+    """``option=value`` names something that does not exist; ``what`` says what the listed names are."""
+    choices = sorted(allowed)
+    hint = nearest(value, choices)
+    said = f"{option}={value}" if value and option else (option or value)
+    meant = f"; did you mean {hint}?" if hint else ""
+    return BadInput(f"{said}: {what}: {', '.join(choices) or 'nothing'}{meant}")
+
+
+def explain(error: Exception) -> BadInput:
+    """What Hydra or OmegaConf raised while composing, as one line."""
+    causes = list(_chain(error))
+    for cause in causes:
+        if isinstance(cause, BadInput):
+            return cause
+        if isinstance(cause, OverrideParseException):
+            return BadInput(
+                f"{cause.override}: not an option; write group=choice or key=value, in quotes where the shell needs them"
+            )
+        if isinstance(cause, InterpolationResolutionError):
+            where = str(getattr(cause, "full_key", None) or "interpolation")
+            return BadInput(f"{where}: {one_line(str(cause).splitlines()[0])}; allowed: a plain value")
+        if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+            return unknown_key(str(cause.full_key), _keys(cause))
+    messages = [one_line(str(cause)) for cause in causes if isinstance(cause, OmegaConfBaseException) or str(cause)]
+    return BadInput(": ".join(dict.fromkeys(messages)))
+
+
+def unknown_key(key: str, siblings: Iterable[str]) -> BadInput:
+    parent, _, leaf = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    return not_allowed("", key, [prefix + name for name in siblings if name != leaf], "no such option; allowed")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _keys(error: OmegaConfBaseException) -> list[str]:
+    node = error.parent_node
+    return [str(key) for key in node] if node is not None and hasattr(node, "keys") else []
