@@ -1,0 +1,178 @@
+"""From a run's records to `summary.json`: medians over trials, ratios to the baseline and to `versus`; the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from numbers import Real
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.records import StudyRecord, TrialRecord, decode_numbers, read_json, read_run, write_json
+from harness.statistics import direction, ratio
+
+# An arm shows the first of these that any of its trials has.
+STATUS_ORDER = ("failed", "aborted", "ok", "not_run")
+TABLE_COLUMNS = (
+    *("arm", "output tok/s", "vs baseline", "vs previous", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots", "KV waste"),
+    *("acceptance", "peak memory"),
+)
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """Write `summary.json` beside the records of a run and return it. The same records give the same bytes."""
+    summary = summary_of(read_run(run_dir))
+    write_json(run_dir / "summary.json", summary)
+    return summary
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """`summary.json` with infinities as numbers, as `summarize` returned it."""
+    loaded: dict[str, Any] = decode_numbers(read_json(run_dir / "summary.json"))
+    return loaded
+
+
+def summary_of(study: StudyRecord) -> dict[str, Any]:
+    """{baseline, arms: {<arm>: {status, reasons, metrics, ratios, versus, step_ratios}}}, arms in the plan's order."""
+    arms: Mapping[str, Any] = study.plan["arms"]
+    baseline = study.plan.get("baseline") or next(iter(arms), None)
+    adaptive = bool(study.plan.get("half_width"))
+    trials = {arm: study.of_arm(arm) for arm in arms}
+    summary: dict[str, Any] = {}
+    for arm, plan in arms.items():
+        versus = (plan or {}).get("versus")
+        summary[arm] = {
+            "status": _status(trials[arm]),
+            "reasons": _reasons(trials[arm]),
+            "metrics": _medians(trials[arm]),
+            "ratios": _ratios(trials[arm], trials.get(baseline or "", []), adaptive),
+            "versus": versus,
+            "step_ratios": None if versus is None else _ratios(trials[arm], trials.get(versus, []), adaptive),
+        }
+    return {"baseline": baseline, "arms": summary}
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
+    """(`ttft_s.p50`, value) for every number and null; what is neither (a text) is left out."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        elif value is None or (isinstance(value, Real) and not isinstance(value, bool)):
+            yield prefix + name, None if value is None else float(value)
+
+
+def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Why two trials' run.json give no ratio: another machine, model, traffic or clock, or an emulated speed.
+
+    The length limit is an option of the arm, not another model.
+    """
+
+    def model(run: Mapping[str, Any]) -> Any:
+        config = run["config"].get("model")
+        return {k: v for k, v in config.items() if k != "max_model_len"} if isinstance(config, Mapping) else config
+
+    differing = {
+        "machine": lambda run: run["provenance"].get("hardware"),
+        "model": model,
+        "traffic": lambda run: (run["config"].get("workload"), run["seed"]),
+        "clock": lambda run: run["clock"],
+    }
+    reasons = [f"{name} differs" for name, part in differing.items() if part(ours) != part(theirs)]
+    return reasons + [f"emulated: {run['emulated']}" for run in (ours, theirs) if run["emulated"]]
+
+
+def _status(trials: Iterable[TrialRecord]) -> str:
+    found = {trial.run["status"] for trial in trials}
+    return next((status for status in STATUS_ORDER if status in found), "not_run")
+
+
+def _reasons(trials: list[TrialRecord]) -> list[str]:
+    if not trials:
+        return ["no trial recorded"]
+    return list(dict.fromkeys(reason for trial in trials for reason in trial.run["reasons"]))
+
+
+def _values(trials: Iterable[TrialRecord]) -> dict[str, dict[int, float | None]]:
+    """Metric -> trial number -> value, of the trials that are ok."""
+    values: dict[str, dict[int, float | None]] = {}
+    for trial in trials:
+        if trial.run["status"] == "ok":
+            for name, value in flatten(trial.run["metrics"]):
+                values.setdefault(name, {})[trial.run["trial"]] = value
+    return values
+
+
+def _medians(trials: Iterable[TrialRecord]) -> dict[str, float | None]:
+    medians: dict[str, float | None] = {}
+    for name, by_trial in sorted(_values(trials).items()):
+        known = [value for value in by_trial.values() if value is not None]
+        medians[name] = median(known) if known else None
+    return medians
+
+
+def _ratios(ours: list[TrialRecord], theirs: list[TrialRecord], adaptive: bool) -> dict[str, dict[str, Any]]:
+    """Of every metric that has a good direction and a value in either arm."""
+    other = {trial.run["trial"]: trial.run for trial in theirs if trial.run["status"] == "ok"}
+    pairs = [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
+    comparable = not any(incomparable(a, b) for a, b in pairs)
+    arm, reference = _values(ours), _values(theirs)
+    return {
+        name: asdict(ratio(name, arm[name], reference.get(name, {}), comparable=comparable, adaptive=adaptive))
+        for name in sorted(arm)
+        if direction(name) != 0
+    }
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def table_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The ladder's table, one row an arm, by `TABLE_COLUMNS`: what the run prints and what the README shows."""
+    rows = []
+    for arm, entry in summary["arms"].items():
+        metrics = entry["metrics"]
+        waste = [metrics.get(f"kv_waste.{part}") for part in ("internal", "reserved_ahead", "unusable")]
+        if not metrics:
+            shown = [f"{entry['status']}: {'; '.join(entry['reasons'])}", *[""] * (len(TABLE_COLUMNS) - 2)]
+        else:
+            shown = [
+                _number(metrics.get("output_tokens_per_s"), 1),
+                "baseline" if arm == summary["baseline"] else _ratio_text(entry["ratios"]),
+                "" if entry["step_ratios"] is None else f"{_ratio_text(entry['step_ratios'])} vs {entry['versus']}",
+                _pair(metrics, "ttft_s", 1, 2),
+                _pair(metrics, "itl_s", 1000, 1),
+                _percent(metrics.get("slot_utilization")),
+                _percent(None if None in waste else math.fsum(waste)),
+                _percent(metrics.get("acceptance_rate")),
+                _megabytes(metrics.get("peak_memory_bytes")),
+            ]
+        rows.append(dict(zip(TABLE_COLUMNS, [arm, *shown], strict=True)))
+    return rows
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else "inf" if math.isinf(value) else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _megabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e6:,.0f} MB"
+
+
+def _pair(metrics: Mapping[str, float | None], name: str, scale: int, digits: int) -> str:
+    values = [metrics.get(f"{name}.{part}") for part in ("p50", "p99")]
+    return " / ".join(_number(None if value is None else value * scale, digits) for value in values)
+
+
+def _ratio_text(ratios: Mapping[str, Mapping[str, Any]]) -> str:
+    """`1.84x [1.71, 1.98]`; one pair has no interval."""
+    entry = ratios.get("output_tokens_per_s")
+    if entry is None or entry["median"] is None:
+        return "not comparable"
+    interval = "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
+    return f"{entry['median']:.2f}x{interval}"

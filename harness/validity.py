@@ -1,0 +1,92 @@
+"""Warnings that a trial's own tables can justify: what a reader must know before believing its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+FEW_REQUESTS = 30
+FEW_FOR_P99 = 100
+REPETITIVE_SHARE = 0.5
+CLIENT_LAG_S = 0.010
+
+Floats = npt.NDArray[np.float64]
+
+
+def warnings_of(
+    requests: pd.DataFrame,
+    steps: pd.DataFrame,
+    metrics: Mapping[str, Any],
+    window: Mapping[str, Any],
+    speculation: bool,
+    ignore_eos: bool,
+) -> list[str]:
+    """One line each, in a fixed order. ``metrics`` and ``window`` as in run.json."""
+    found = []
+    if metrics["n_requests"] < FEW_REQUESTS:
+        found.append(f"too few requests: {metrics['n_requests']} in the window, at least {FEW_REQUESTS} wanted")
+    if metrics["n_failed"]:
+        found.append(f"failed requests: {metrics['n_failed']} of {metrics['n_requests']}; they count as inf")
+    if metrics["n_rejected"]:
+        found.append(f"rejected requests: {metrics['n_rejected']} of {metrics['n_requests']}; left out of percentiles")
+    thin = [f"{k} ({v['n']})" for k, v in metrics.items() if isinstance(v, dict) and 0 < v.get("n", 0) < FEW_FOR_P99]
+    if thin:
+        found.append(f"p99 of fewer than {FEW_FOR_P99} values: {', '.join(thin)}")
+    if window["rule"] == "timed":
+        found += _steadiness(requests, window)
+    lag = client_lag(requests, steps)
+    if lag > CLIENT_LAG_S:
+        found.append(f"client lag: p99 of submission after it could have been is {1000 * lag:.1f} ms")
+    if speculation:
+        found += _repetition(metrics["distinct_4gram_share"], ignore_eos)
+    return found
+
+
+def _steadiness(requests: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:
+    start, end = window["start_s"], window["end_s"]
+    if end <= start:
+        return ["no steady state: the warm-up leaves no window before the last arrival"]
+    third = (end - start) / 3
+    first, last = in_system(requests, start, start + third), in_system(requests, end - third, end)
+    if abs(last - first) <= 0.5 * min(first, last) + 2:
+        return []
+    return [f"no steady state: {first:.1f} requests in the system in the window's first third, {last:.1f} in its last"]
+
+
+def in_system(requests: pd.DataFrame, start_s: float, end_s: float) -> float:
+    """Mean number of requests that have arrived and not ended, over an interval."""
+    arrived = requests["intended_s"].to_numpy(float)
+    ended = requests["finished_s"].fillna(math.inf).to_numpy(float)
+    overlap = np.minimum(ended, end_s) - np.maximum(arrived, start_s)
+    return float(np.maximum(overlap, 0).sum() / (end_s - start_s))
+
+
+def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
+    """p99 of how long after its intended arrival, and after the step then running, a request was submitted.
+
+    A client that shares the engine's thread can submit only between steps; that wait is the engine's and is in TTFT.
+    """
+    intended = requests["intended_s"].to_numpy(float)
+    starts, ends = steps["start_s"].to_numpy(float), steps["end_s"].to_numpy(float)
+    possible = intended
+    if len(starts):
+        running = np.searchsorted(starts, intended, side="right") - 1
+        possible = np.maximum(intended, np.where(running >= 0, ends[running], -math.inf))
+    lags = np.sort(requests["submitted_s"].to_numpy(float) - possible)
+    return float(lags[-(-99 * len(lags) // 100) - 1]) if len(lags) else 0.0
+
+
+def _repetition(share: float | None, ignore_eos: bool) -> list[str]:
+    seen = "unknown" if share is None else f"{share:.2f}"
+    if ignore_eos:
+        return [
+            f"repetitive output: the end of sequence is ignored (distinct 4-gram share {seen}); flatters speculation"
+        ]
+    if share is not None and share < REPETITIVE_SHARE:
+        return [f"repetitive output: distinct 4-gram share {seen}, below {REPETITIVE_SHARE}; flatters speculation"]
+    return []
