@@ -1,0 +1,89 @@
+// Vectors, threads and number formats for the kernels: GCC/Clang vector extensions, no headers but the C library's.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// A panel is 16 output channels: NV vectors of LANES floats. MR rows of it fill the register file.
+#define PANEL 16
+#if defined(__AVX512F__)
+#define LANES 16
+#define MR 12
+#elif defined(__AVX2__)
+#define LANES 8
+#define MR 6
+#else
+#define LANES 4
+#define MR 4
+#endif
+#define NV (PANEL / LANES)
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+// The same, but allowed anywhere in memory.
+typedef float vf_mem __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+INLINE vf load(const float *p) { return *(const vf_mem *)p; }
+INLINE void store(float *p, vf x) { *(vf_mem *)p = x; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf select_f(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf max_f(vf a, vf b) { return select_f(a > b, a, b); }
+
+INLINE float widen(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, 4);
+    return x;
+}
+
+// Round to nearest even, as torch does; inputs are finite.
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Equal parts of at most `most` rows: 8 rows as 4 + 4, not 6 + 2.
+INLINE int64_t even_rows(int64_t rows, int64_t most) {
+    int64_t parts = (rows + most - 1) / most;
+    return (rows + parts - 1) / parts;
+}
+
+// torch has already loaded its OpenMP runtime for everyone; linking a second one would double the threads. GNU's,
+// Intel's and LLVM's runtimes all export this entry point. Without any, the loop runs on the calling thread.
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+
+typedef void (*loop_body)(void *context, int64_t item);
+struct loop {
+    loop_body body;
+    void *context;
+    int64_t count, next;
+};
+
+static void run_items(void *p) {
+    struct loop *loop = p;
+    for (;;) {
+        int64_t item = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
+        if (item >= loop->count) return;
+        loop->body(loop->context, item);
+    }
+}
+
+static inline void parallel_for(int64_t count, int threads, loop_body body, void *context) {
+    struct loop loop = {body, context, count, 0};
+    if (threads > count) threads = (int)count;
+    if (threads > 1 && GOMP_parallel)
+        GOMP_parallel(run_items, &loop, (unsigned)threads, 0);
+    else
+        run_items(&loop);
+}
