@@ -8,8 +8,16 @@ graph replays for any lengths. Online softmax in FP32, in powers of two.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def operand_type(dtype: torch.dtype) -> tl.dtype:
+    """The Triton type in which q, k, p and v of this dtype are multiplied (always accumulated in FP32)."""
+    return tl.float32 if triton.knobs.runtime.interpret else OPERANDS[dtype]
 
 
 @triton.jit
@@ -63,6 +71,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    OPERAND: tl.constexpr,  # what tl.dot multiplies; q's type, except in the interpreter, which cannot multiply BF16
 ):
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -87,6 +96,8 @@ def paged_attention_kernel(
         mask=row_valid[:, None] & d_valid[None, :],
         other=0.0,
     )
+    element = q.dtype
+    q = q.to(OPERAND)
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -111,7 +122,7 @@ def paged_attention_kernel(
             mask=loadable,
             other=0.0,
         )
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(element).to(OPERAND)), input_precision="ieee") * scale_log2
         scores = tl.where((n[None, :] <= position[:, None]) & n_valid[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -125,7 +136,8 @@ def paged_attention_kernel(
             mask=loadable,
             other=0.0,
         )
-        acc = acc * rescale[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        p = p.to(element).to(OPERAND)
+        acc = acc * rescale[:, None] + tl.dot(p, v.to(element).to(OPERAND), input_precision="ieee")
         running_max = new_max
 
     out_valid = row_valid[:, None] & d_valid[None, :]

@@ -14,7 +14,6 @@ from impls.seams import Arm, AttentionBackend, ModelShape, StepBatch
 if TYPE_CHECKING:
     from types import ModuleType
 
-NUM_SPLITS = 16
 SPLIT_PROGRAMS = 128  # a decode step of fewer sequences x KV heads than this leaves a large GPU idle: split its keys
 
 
@@ -25,8 +24,11 @@ class TritonAttention(AttentionBackend):
     graph captured for a decode batch replays for any lengths. Every stride is passed: caches may be views.
     """
 
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, device: torch.device, num_splits: int = 16) -> None:
+        """num_splits: into how many parts a decode step of few sequences cuts its keys, a power of two; 1 never does,
+        and then a sequence's output does not depend on how many others share the step."""
         super().__init__(shape, device)
+        self.num_splits = num_splits
         self._kernels = _kernels()
         self.group = shape.num_heads // shape.num_kv_heads
         self.max_split_seqs = max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
@@ -35,6 +37,9 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
         reasons = []
+        num_splits = arm.axes.get("attention", {}).get("num_splits", 1)
+        if num_splits != next_power_of_2(num_splits):
+            reasons.append(f"attention.num_splits={num_splits} must be a power of two")
         if arm.device != "cuda":
             reasons.append("needs CUDA (set TRITON_INTERPRET=1 only for tests)")
         elif importlib.util.find_spec("triton") is None:
@@ -43,13 +48,14 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: StepBatch) -> None:
         self._batch = batch
-        self._splits = NUM_SPLITS if batch.max_query_len == 1 and len(batch.query_lens) <= self.max_split_seqs else 1
+        few = batch.max_query_len == 1 and len(batch.query_lens) <= self.max_split_seqs
+        self._splits = self.num_splits if few else 1
         if self._splits > 1 and self._scratch is None:
             self._scratch = self._new_scratch()
 
     def _new_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Partial outputs, maxima and sums at their largest, once: a captured graph keeps their addresses."""
-        parts = (self.max_split_seqs, self.shape.num_heads, NUM_SPLITS)
+        parts = (self.max_split_seqs, self.shape.num_heads, self.num_splits)
         with torch.inference_mode(False):
             return (
                 torch.empty(*parts, self.shape.head_dim, device=self.device),
@@ -96,6 +102,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             SPLITS=splits,
+            OPERAND=self._kernels.operand_type(q.dtype),
             num_warps=warps,
             num_stages=2,
         )

@@ -1,0 +1,84 @@
+"""Runs triton_cases.py once in a process of its own (the interpreter must be chosen before Triton is imported)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from impls.attention.auto import resolve_attention
+from impls.attention.triton_paged import TritonAttention, next_power_of_2, tile
+from impls.seams import Arm
+
+SCRIPT = Path(__file__).with_name("triton_cases.py")
+
+
+def case_names() -> list[str]:
+    (cases,) = [
+        node.value
+        for node in ast.parse(SCRIPT.read_text()).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "CASES"
+    ]
+    assert isinstance(cases, ast.List)
+    return [element.id for element in cases.elts if isinstance(element, ast.Name)]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed on this platform")
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", case_names())
+def test_kernel(outcomes, name):
+    assert outcomes[name] == "", outcomes[name]
+
+
+def test_no_case_is_left_out():
+    defined = {
+        node.name
+        for node in ast.parse(SCRIPT.read_text()).body
+        if isinstance(node, ast.FunctionDef) and not node.args.args and node.name != "main"
+    }
+    assert defined == set(case_names())
+
+
+def arm(device: str, num_splits: int = 16) -> Arm:
+    return Arm({"attention": {"name": "triton", "num_splits": num_splits}}, None, 128, device, 1)
+
+
+def test_validate_gives_its_reasons():
+    assert TritonAttention.validate(arm("cpu")) == ["needs CUDA (set TRITON_INTERPRET=1 only for tests)"]
+    assert any("power of two" in reason for reason in TritonAttention.validate(arm("cuda", 12)))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 71])
+@pytest.mark.parametrize("max_query_len", [1, 2, 500])
+@pytest.mark.parametrize(("head_dim", "element_bytes"), [(64, 2), (128, 2), (128, 4), (256, 4)])
+def test_a_tile_holds_a_whole_group_and_suits_the_tensor_cores(group, max_query_len, head_dim, element_bytes):
+    rows, keys, _ = tile(max_query_len, group, head_dim, element_bytes)
+    assert rows >= 16
+    assert rows >= group
+    assert rows == next_power_of_2(rows)
+    resident = (rows + 2 * 2 * keys) * next_power_of_2(head_dim) * element_bytes
+    assert group > 16 or head_dim > 128 or resident <= 100 * 1024
+
+
+def test_auto_never_names_what_the_device_cannot_run():
+    assert resolve_attention("cuda") in ("triton", "sdpa")
+    assert resolve_attention(torch.device("cpu")) in ("native", "sdpa")
