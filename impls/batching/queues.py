@@ -1,0 +1,186 @@
+"""What every policy shares: the queues, the rows, the limits, rejection, growth and preemption."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from impls.request import Sequence
+from impls.seams import Arm, KVCacheManager, ScheduledStep, Scheduler
+
+
+class QueueScheduler(Scheduler):
+    """Queues in order of arrival; every operation is O(1), a step O(sequences that run in it).
+
+    Contract with the engine. `schedule` allocates cache for every position that it schedules. It may shorten or drop a
+    sequence's ``draft_token_ids`` (the first ones stay), so the engine reads them after it. For each scheduled sequence
+    that is no dead row the engine then raises ``num_computed_tokens`` by what was scheduled, less the rejected drafts,
+    appends at least one token, and calls ``kv.commit``; when a sequence ends, it sets ``finish_reason`` and calls
+    `finish` after the commit. `schedule` itself resets and counts what it preempts (``preemptions``); tokens
+    that were emitted stay in ``token_ids`` and are computed again with the prompt, but must not be emitted again. A
+    dead row recomputes position ``num_computed_tokens - 1`` and none of its counters move. Between steps the engine may
+    allocate further positions for a proposer; they are the sequence's until it ends.
+
+    Raises ValueError for limits that `limit_reasons` refuses and for an id that is already here, KeyError for an
+    unknown one.
+    """
+
+    emit = "step"  # when tokens are shown; `static` can hold them back until its batch ends
+
+    def __init__(
+        self, *, kv: KVCacheManager, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int | None = None
+    ) -> None:
+        reasons = self.limit_reasons(max_num_seqs, max_num_batched_tokens, max_model_len)
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens or max(2048, max_model_len)
+        self._kv, self._max_model_len = kv, max_model_len
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._running: dict[str, Sequence] = {}
+        self._rejected: dict[str, str] = {}
+        self._slots: list[str | None] = [None] * max_num_seqs
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        config = arm.axes["batching"]
+        return cls.limit_reasons(config.get("max_num_seqs"), config.get("max_num_batched_tokens"), arm.max_model_len)
+
+    @classmethod
+    def limit_reasons(cls, max_num_seqs: Any, max_num_batched_tokens: Any, max_model_len: int) -> list[str]:
+        """Why these limits cannot work: every running sequence needs a row, and a prompt is computed in one step."""
+        if not _is_count(max_num_seqs):
+            return [f"batching.max_num_seqs={max_num_seqs}: must be an integer of at least 1"]
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(2048, max_model_len)
+        elif not _is_count(max_num_batched_tokens):
+            return [f"batching.max_num_batched_tokens={max_num_batched_tokens}: must be null or an integer >= 1"]
+        reasons = []
+        if max_num_batched_tokens < max_model_len:
+            reasons.append(
+                f"batching.max_num_batched_tokens={max_num_batched_tokens}: must be at least max_model_len "
+                f"({max_model_len}), a prompt being computed in one step"
+            )
+        if max_num_batched_tokens < max_num_seqs:
+            reasons.append(
+                f"batching.max_num_seqs={max_num_seqs}: must be at most max_num_batched_tokens "
+                f"({max_num_batched_tokens}), every running sequence needing a row"
+            )
+        return reasons
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """A sequence that can never run is kept apart until the next `schedule` names it in ``rejected``."""
+        seq_id = sequence.seq_id
+        if seq_id in self._waiting or seq_id in self._rows or seq_id in self._rejected:
+            raise ValueError(f"{seq_id} is already scheduled")
+        reason = self._never_runs(sequence)
+        if reason is None:
+            self._waiting[seq_id] = sequence
+        else:
+            self._rejected[seq_id] = reason
+
+    def next_event_s(self, now_s: float) -> float | None:
+        return None
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        return list(self._running.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._rejected)
+
+    @property
+    def slots(self) -> Seq[str | None]:
+        return self._slots
+
+    # --- for the policies ---------------------------------------------------------------------------------------------
+
+    def _never_runs(self, sequence: Sequence) -> str | None:
+        sampling, total = sequence.request.sampling, sequence.max_total_tokens
+        if sampling.n != 1:
+            return f"n={sampling.n}: only one sample per request is supported"
+        if sequence.num_prompt_tokens < 1 or sampling.max_tokens < 1:
+            return f"needs a prompt and max_tokens, has {sequence.num_prompt_tokens} and {sampling.max_tokens}"
+        what = f"prompt ({sequence.num_prompt_tokens}) + max_tokens ({sampling.max_tokens}) = {total} tokens"
+        if total > self._max_model_len:
+            return f"{what}, max_model_len is {self._max_model_len}"
+        if self._kv.never_fits(total):
+            return f"{what}, the whole KV cache holds {self._kv.num_blocks * self._kv.block_size}"
+        return None
+
+    def _take_rejected(self) -> dict[str, str]:
+        rejected, self._rejected = self._rejected, {}
+        return rejected
+
+    def _grow_running(self, step: ScheduledStep, budget: int) -> int:
+        """Schedule what every live sequence misses, oldest first, then drafts; the budget that is left.
+
+        Where the cache is full, the youngest are preempted. Drafts get only what no required token wants: nobody is
+        preempted, and no token put off, for a guess.
+        """
+        allocate, scheduled = self._kv.allocate, step.num_scheduled_tokens
+        preempted: list[str] = []
+        drafting: list[Sequence] = []
+        for seq_id, sequence in list(self._running.items()):
+            if preempted and seq_id not in self._running:
+                break  # victims are the tail: nobody is left behind the first one met
+            num_tokens = len(sequence.token_ids)
+            while not allocate(seq_id, num_tokens):
+                victim = self._preempt_youngest()
+                preempted.append(victim)
+                if victim == seq_id:
+                    break
+            else:
+                scheduled[seq_id] = num_tokens - sequence.num_computed_tokens
+                if sequence.draft_token_ids:
+                    drafting.append(sequence)
+        step.preempted = tuple(preempted)
+        budget -= sum(scheduled.values())
+        for sequence in drafting:
+            budget -= self._grant_drafts(sequence, step, budget)
+        return budget
+
+    def _grant_drafts(self, sequence: Sequence, step: ScheduledStep, budget: int) -> int:
+        """As many drafts as the budget, the cache and max_model_len still allow."""
+        num_tokens = sequence.num_tokens
+        granted = max(0, min(len(sequence.draft_token_ids), budget, self._max_model_len - num_tokens))
+        while granted and not self._kv.allocate(sequence.seq_id, num_tokens + granted):
+            granted -= 1
+        sequence.draft_token_ids = sequence.draft_token_ids[:granted]
+        step.num_scheduled_tokens[sequence.seq_id] += granted
+        return granted
+
+    def _preempt_youngest(self) -> str:
+        """By recomputation: the last to arrive loses its blocks and goes back to the front of the queue."""
+        seq_id, sequence = self._running.popitem()
+        self._release(seq_id)
+        sequence.num_computed_tokens = 0
+        sequence.draft_token_ids = []
+        sequence.preemptions += 1
+        self._waiting[seq_id] = sequence
+        self._waiting.move_to_end(seq_id, last=False)
+        return seq_id
+
+    def _seat(self, sequence: Sequence) -> None:
+        """From the front of the queue to the lowest free row, which it keeps until it leaves."""
+        seq_id = sequence.seq_id
+        del self._waiting[seq_id]
+        self._running[seq_id] = sequence
+        row = self._rows[seq_id] = heapq.heappop(self._free_rows)
+        self._slots[row] = seq_id
+
+    def _release(self, seq_id: str) -> None:
+        """Give back the row and the blocks."""
+        self._kv.free(seq_id)
+        row = self._rows.pop(seq_id)
+        self._slots[row] = None
+        heapq.heappush(self._free_rows, row)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
