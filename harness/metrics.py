@@ -123,14 +123,13 @@ def emission_gaps(requests: pd.DataFrame) -> tuple[Floats, Floats]:
     return np.repeat(gaps / tokens, tokens), gaps
 
 
-def meets_slo(latencies: pd.DataFrame, slo: Mapping[str, float | None]) -> npt.NDArray[np.bool_]:
+def meets_slo(latencies: pd.DataFrame, slo: Mapping[str, float]) -> npt.NDArray[np.bool_]:
     """Finished, and at or under every bound; one that is undefined (TPOT of a single token) has nothing to miss."""
     good = (latencies["outcome"] == "finished").to_numpy()
     for name, bound in slo.items():
         if name not in REQUEST_METRICS:
             raise ValueError(f"slo.{name}: not a latency of a request, allowed: {', '.join(REQUEST_METRICS)}")
-        if bound is not None:
-            good = good & ~(latencies[name].to_numpy(float) > bound)
+        good = good & ~(latencies[name].to_numpy(float) > bound)
     return np.asarray(good, bool)
 
 
@@ -211,15 +210,16 @@ def compute_metrics(
     last_arrival_s: float = 0.0,
     max_num_seqs: int | None = None,
     kv_layout: str | None = None,
-    slo: Mapping[str, float | None] | None = None,
+    slo: Mapping[str, Any] | None = None,
     price_per_hour: float | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(window, metrics, warnings) of one trial, from its three tables.
 
     window_rule: burst | replay | timed. kv_layout: the option of `kv_cache`; only contiguous has slot utilisation.
-    slo: upper bounds by name of `REQUEST_METRICS`; None or empty: no goodput. extras: `GIVEN_METRICS` by name,
-    ``peaks`` (limits.Peaks, for MFU and MBU), ``speculation`` and ``ignore_eos`` (bool, for the warnings).
+    slo: the config group, upper bounds by name of `REQUEST_METRICS`; without any there is no goodput. extras:
+    `GIVEN_METRICS` by name, ``peaks`` (limits.Peaks, for MFU and MBU), ``speculation`` and ``ignore_eos`` (bool, for
+    the warnings).
     """
     extras = extras or {}
     window = measure_window(requests, window_rule, warmup_s, last_arrival_s)
@@ -234,7 +234,7 @@ def compute_metrics(
     tokens = tokens_inside(requests, window)
     output_tokens = int(tokens.sum())
     ended = window.holds(requests["finished_s"].to_numpy(float)) & (latencies["outcome"] == "finished").to_numpy()
-    bounds = {name: bound for name, bound in (slo or {}).items() if bound is not None}
+    bounds = {name: bound for name, bound in (slo or {}).items() if name != "name" and bound is not None}
     good = meets_slo(latencies, bounds)
     good_in_window = int((good & counted).sum()) if bounds else None
     itl, inter_emission = emission_gaps(accepted)

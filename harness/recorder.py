@@ -74,8 +74,8 @@ class Recorder:
         self._unscheduled: set[str] = set()
         self._scalars: list[tuple[Any, ...]] = []
         self._slots: list[list[str | None]] = []
-        # Flat over all steps; the `_num_` lists say how much of them each step has. Lists, not arrays: a list takes over
-        # 32 references in a tenth of the time that an array needs to convert them.
+        # Flat over all steps; the `_num_` lists say how much of them each step has. Lists, not arrays: a list takes 32
+        # references over in a tenth of the time that an array needs to convert them.
         self._num_live: list[int] = []
         self._num_lens: list[int] = []
         self._query_lens: list[int] = []
@@ -191,7 +191,7 @@ class Recorder:
         return frame(columns, REQUEST_SCHEMA)
 
     def steps(self, cost: Callable[[StepStats], StepCost] | None = None) -> pd.DataFrame:
-        """One row a step. ``cost`` gives its FLOPs and bytes (null without); it sees a StepStats without ids and holds."""
+        """One row a step. ``cost`` gives its FLOPs and bytes (null without); its StepStats has no ids and holds."""
         self._gather()
         columns: dict[str, Any] = {name: [row[i] for row in self._scalars] for i, name in enumerate(_SCALARS)}
         columns |= self._kv_parts(columns)

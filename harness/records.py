@@ -110,7 +110,7 @@ class StudyRecord:
 
 
 def frame(columns: Mapping[str, Any], schema: pa.Schema) -> pd.DataFrame:
-    """A frame with the record's dtypes: Int64, float64 (NaN is null), strings and lists, from lists that may hold None."""
+    """A frame with the record's dtypes (Int64, float64 with NaN, strings, lists), from lists with None for null."""
     return _to_frame(pa.table({name: pa.array(columns[name], schema.field(name).type) for name in schema.names}))
 
 

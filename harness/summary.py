@@ -69,18 +69,20 @@ def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
     The length limit is an option of the arm, not another model.
     """
 
-    def model(run: Mapping[str, Any]) -> Any:
-        config = run["config"].get("model")
-        return {k: v for k, v in config.items() if k != "max_model_len"} if isinstance(config, Mapping) else config
-
-    differing = {
-        "machine": lambda run: run["provenance"].get("hardware"),
-        "model": model,
-        "traffic": lambda run: (run["config"].get("workload"), run["seed"]),
-        "clock": lambda run: run["clock"],
-    }
-    reasons = [f"{name} differs" for name, part in differing.items() if part(ours) != part(theirs)]
+    reasons = [f"{name} differs" for name, value in _conditions(ours).items() if value != _conditions(theirs)[name]]
     return reasons + [f"emulated: {run['emulated']}" for run in (ours, theirs) if run["emulated"]]
+
+
+def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
+    model = run["config"].get("model")
+    if isinstance(model, Mapping):
+        model = {key: value for key, value in model.items() if key != "max_model_len"}
+    return {
+        "machine": run["provenance"].get("hardware"),
+        "model": model,
+        "traffic": (run["config"].get("workload"), run["seed"]),
+        "clock": run["clock"],
+    }
 
 
 def _status(trials: Iterable[TrialRecord]) -> str:
