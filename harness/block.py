@@ -54,7 +54,7 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
                 _record(job, "not_run", plan["arms"][arm]["reasons"])
                 reporter.ended(arm, block)
                 continue
-            shutil.rmtree(job["out_dir"], ignore_errors=True)  # a failed or aborted record must not pass for the new one
+            shutil.rmtree(job["out_dir"], ignore_errors=True)  # an old failure is not this one
             with device_lock(str(configs[arm]["device"]["name"]), reporter):
                 reporter.started(arm, block)
                 ending = run_one(job, stall_s=plan["stall_s"], on_progress=reporter.progress)
@@ -87,7 +87,10 @@ def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -
     if status in ("ok", "aborted"):
         return
     why = ending.error or "ended without a record"
-    _record(job, "aborted" if ending.interrupted else "failed", [f"stopped by the user: {why}" if ending.interrupted else why])
+    if ending.interrupted:
+        _record(job, "aborted", [f"stopped by the user: {why}"])
+    else:
+        _record(job, "failed", [why])
 
 
 def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:
@@ -102,7 +105,7 @@ def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:
             **{key: job[key] for key in ("study", "arm", "trial", "seed", "config")},
             "status": status,
             "reasons": reasons,
-            "axes": {group: body["name"] for group, body in config.items() if isinstance(body, Mapping) and "name" in body},
+            "axes": {k: body["name"] for k, body in config.items() if isinstance(body, Mapping) and "name" in body},
             "provenance": provenance(str(config["device"]["name"]), {}),
             "window": {"start_s": None, "end_s": None, "rule": None},
             "metrics": {},

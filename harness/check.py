@@ -14,13 +14,14 @@ from harness.errors import BadInput, not_allowed, one_line, unknown_key
 
 ALLOWED_TARGETS = ("impls.", "workloads.", "harness.")
 # Every number is finite and at least 0. These names are narrower, wherever they occur.
-AT_LEAST_ONE = frozenset(
-    "trials num_requests max_num_seqs max_num_batched_tokens block_size max_model_len concurrency num_draft_tokens "
-    "num_groups max_tokens num_layers".split()
-)
-ABOVE_ZERO = frozenset("rate stall_s interval_s time_scale cv half_width".split())
-AT_MOST_ONE = frozenset("share top_p acceptance_rate".split())
-ANY_SIGN = frozenset("mu".split())  # the log of a median below 1 is negative
+AT_LEAST_ONE = {
+    *("trials", "num_requests", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"),
+    *("concurrency", "num_draft_tokens", "num_groups", "max_tokens", "num_layers", "threads"),
+}
+ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv"}
+AT_MOST_ONE = {"share", "top_p", "acceptance_rate"}
+ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
+CHOICES = {"isolation": ("process", "inline")}
 # Read by the harness before an option is constructed, so no constructor knows them.
 HARNESS_KEYS = {"kv_cache": ("budget",)}
 
@@ -34,6 +35,8 @@ def check_targets(config: Mapping[str, Any]) -> None:
 
 def check_value(key: str, value: Any, default: Any = None) -> None:
     """An overridden value, mappings and lists included. ``default`` (of conf/) tells its type where it is not null."""
+    if key in CHOICES and value not in CHOICES[key]:
+        raise not_allowed(key, _shown(value), CHOICES[key])
     if isinstance(value, Mapping):
         for name, item in value.items():
             check_value(f"{key}.{name}", item, default.get(name) if isinstance(default, Mapping) else None)

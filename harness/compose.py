@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,10 @@ STUDY_KEYS = ("study", "run_dir")  # about the study, not about what an arm is
 
 @contextmanager
 def hydra_session() -> Iterator[ConfigLoader]:
-    """Hydra initialised on conf/, whatever the working directory; the one that is already running is restored."""
+    """Hydra initialised on conf/, whatever the working directory; inside a job it already is."""
+    if GlobalHydra.instance().is_initialized():
+        yield GlobalHydra.instance().config_loader()
+        return
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         yield GlobalHydra.instance().config_loader()
 
@@ -74,7 +78,8 @@ def compose_config(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def compose_arm(overrides: Sequence[str]) -> dict[str, Any]:
     """One arm's resolved configuration: everything but what concerns the study as a whole."""
-    return {key: value for key, value in compose_config(tuple(overrides)).items() if key not in STUDY_KEYS}
+    config = compose_config(tuple(overrides))
+    return copy.deepcopy({key: value for key, value in config.items() if key not in STUDY_KEYS})
 
 
 def is_group_choice(override: Override) -> bool:
@@ -111,9 +116,8 @@ def _check_key(override: Override, loader: ConfigLoader) -> None:
     key, line = str(override.key_or_group), str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise BadInput(f"{line}: every option is declared in conf/; allowed: {line.lstrip('+~')} without '+' or '~'")
-    if override.is_hydra_override():
-        if not key.startswith(HYDRA_KEYS):
-            raise BadInput(f"{line}: the harness sets this itself; allowed: hydra/launcher and hydra.launcher.*")
+    if override.is_hydra_override() and not key.startswith(HYDRA_KEYS):
+        raise BadInput(f"{line}: the harness sets this itself; allowed: hydra/launcher and hydra.launcher.*")
     value = override._value
     if key.endswith("_target_") or _names_target(value):
         raise BadInput(f"{line}: _target_ comes from conf/ only; choose an option of the group instead")

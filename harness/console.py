@@ -6,15 +6,16 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from harness.records import RecordError, decode_numbers, read_json
 from harness.study import KEPT, Plan, statuses
+from harness.summary import TABLE_COLUMNS, table_rows
 
 WIDTH = 160  # of a table that goes to a file or a pipe
 
@@ -39,9 +40,8 @@ class Reporter:
                 self._note(arm, _recorded_seconds(run))
                 self._compared.update(self._pairs(arm, trial))
         self._console = make_console()
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[eta]}"), console=self._console
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[eta]}"))
+        self._bar = Progress(*columns, console=self._console)
         self._task: TaskID | None = None
         self._current: tuple[str, int] | None = None
         self._began = 0.0
@@ -52,7 +52,7 @@ class Reporter:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
             self._bar.stop()
@@ -90,7 +90,8 @@ class Reporter:
     def _pairs(self, arm: str, trial: int) -> list[tuple[str, str]]:
         """Comparisons, against baseline and rung below, of which this trial is one half and the other is there."""
         arms = self._plan["arms"]
-        wanted = {(name, ref) for name in arms for ref in (self._plan["baseline"], arms[name]["versus"]) if ref not in (None, name)}
+        references = {name: {self._plan["baseline"], arms[name]["versus"]} - {None, name} for name in arms}
+        wanted = [(name, reference) for name in arms for reference in references[name]]
         return [pair for pair in sorted(wanted) if arm in pair and self._ratio(*pair, trial) is not None]
 
     def _ratio(self, arm: str, reference: str, trial: int) -> float | None:
@@ -146,58 +147,23 @@ def trial_line(run: Mapping[str, Any]) -> str:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Arms as rows; ratios of output tok/s with their intervals against the baseline and against the rung below."""
-    baseline = summary["baseline"]
+    """Arms as rows: the table that `harness.summary` defines, its ratios those of output tok/s."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    headings = ("output tok/s", f"vs {baseline}", "vs rung below", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots", "KV waste", "accepted", "peak MiB")
-    table.add_column("arm", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for name, arm in summary["arms"].items():
-        if arm["status"] != "ok":
-            table.add_row(name, f"{arm['status']}: {'; '.join(arm['reasons'])}", *[""] * (len(headings) - 1))
-            continue
-        m = arm["metrics"]
-        step = ratio_text((arm["step_ratios"] or {}).get("output_tokens_per_s"))
-        table.add_row(
-            name,
-            number(m.get("output_tokens_per_s"), 1),
-            "-" if name == baseline else ratio_text(arm["ratios"].get("output_tokens_per_s")),
-            f"{arm['versus']} {step}" if arm["versus"] else "-",
-            f"{number(m.get('ttft_s.p50'), 2)} / {number(m.get('ttft_s.p99'), 2)}",
-            f"{number(m.get('itl_s.p50'), 1, 1e3)} / {number(m.get('itl_s.p99'), 1, 1e3)}",
-            percent(m.get("slot_utilization")),
-            percent(_waste(m)),
-            percent(m.get("acceptance_rate")),
-            number(m.get("peak_memory_bytes"), 0, 2**-20),
-        )
+    for column in TABLE_COLUMNS:
+        table.add_column(column, justify="left" if column == TABLE_COLUMNS[0] else "right")
+    for row in table_rows(summary):
+        table.add_row(*(escape(row[column]) for column in TABLE_COLUMNS))
     return table
-
-
-def ratio_text(ratio: Mapping[str, Any] | None) -> str:
-    if ratio is None or ratio["median"] is None:
-        return ratio["verdict"] if ratio else "-"
-    text = f"{number(ratio['median'], 2)}x"
-    return text if ratio["low"] is None else f"{text} [{number(ratio['low'], 2)}, {number(ratio['high'], 2)}]"
 
 
 def number(value: float | None, digits: int, scale: float = 1.0) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
 def clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _waste(metrics: Mapping[str, Any]) -> float | None:
-    used: float | None = metrics.get("kv_utilization")
-    return None if used is None else 1 - used
 
 
 def _recorded_seconds(run: Mapping[str, Any]) -> float | None:
@@ -208,7 +174,7 @@ def _recorded_seconds(run: Mapping[str, Any]) -> float | None:
 def plan_lines(run_dir: Path, plan: Plan) -> Iterable[str]:
     """What is about to run."""
     trials = sum(len(block) for block in plan["order"])
-    yield f"study {plan['study']}: {len(plan['arms'])} arms, {trials} trials, baseline {plan['baseline']}, seed {plan['seed']}"
+    yield f"study {plan['study']}: {len(plan['arms'])} arms, {trials} trials, baseline {plan['baseline']}"
     yield f"records: {run_dir}"
     for name, arm in plan["arms"].items():
         for reason in arm["reasons"]:

@@ -40,7 +40,7 @@ def explain(error: Exception) -> BadInput:
             return cause
         if isinstance(cause, OverrideParseException):
             return BadInput(
-                f"{cause.override}: not an option; write group=choice or key=value, in quotes where the shell needs them"
+                f"{cause.override}: not an option; allowed: group=choice or key=value, quoted for the shell"
             )
         if isinstance(cause, InterpolationResolutionError):
             where = str(getattr(cause, "full_key", None) or "interpolation")

@@ -1,4 +1,4 @@
-"""Runs one trial in a child process of its own group: a hang, a crash or a memory kill fails the trial, not the study."""
+"""Runs one trial in a child process of its own: a hang, a crash or a memory kill fails the trial, not the study."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def run_isolated(
         return Ending(killed or _describe(code, output), interrupted=bool(interrupts))
 
 
-def run_inline(
-    job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[[Mapping[str, Any]], None]
-) -> Ending:
+def run_inline(job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[[Mapping[str, Any]], None]) -> Ending:
     """Run the trial in this process: nothing can end a hang but a second Ctrl-C, and memory is not its own."""
     from harness.trial import run_trial
 

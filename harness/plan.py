@@ -1,4 +1,4 @@
-"""What a study runs: arms x swept choices, their names, their order and their seeds. Pure functions, no Hydra, no files."""
+"""What a study runs: arms x swept choices, their names, their order and their seeds. No Hydra, no files."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ def read_arms(arms: Any) -> list[ArmSpec]:
             if key not in ARM_KEYS:
                 raise unknown_key(f"{where}.{key}", ARM_KEYS)
         settings = body.get("set", [])
-        if isinstance(settings, str) or not isinstance(settings, Sequence) or not all(
-            isinstance(s, str) and "=" in s for s in settings
+        if (
+            isinstance(settings, str)
+            or not isinstance(settings, Sequence)
+            or not all(isinstance(s, str) and "=" in s for s in settings)
         ):
             raise BadInput(f"{where}.set={settings}: must be a list of overrides; {example}")
         versus, trials = body.get("versus"), body.get("trials")
@@ -164,14 +166,14 @@ def _refuse_conflicts(base: Sequence[Setting], swept: Sequence[Setting], specs: 
             key = setting.partition("=")[0]
             if _is_study_wide(key):
                 raise BadInput(f"study.arms.{spec.name}.set: {setting}: {key} is the same in every arm of a study")
-    for setting in swept:
-        if _is_study_wide(setting.key):
-            raise BadInput(f"{setting.key}: is the same in every arm of a study; allowed: one value")
-    for setting in [*base, *swept]:
-        arms = [s.name for s in specs if any(o.partition("=")[0].strip() == setting.key for o in s.settings)]
+    for choice in swept:
+        if _is_study_wide(choice.key):
+            raise BadInput(f"{choice.key}: is the same in every arm of a study; allowed: one value")
+    for given in [*base, *swept]:
+        arms = [s.name for s in specs if any(o.partition("=")[0].strip() == given.key for o in s.settings)]
         if arms:
             raise BadInput(
-                f"{setting}: the study's arms {', '.join(arms)} set {setting.key} themselves; "
+                f"{given}: the study's arms {', '.join(arms)} set {given.key} themselves; "
                 f"allowed: any option that no arm sets, or study=none for a free choice"
             )
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from harness.compose import compose_arm, compose_config, parse
 from harness.errors import BadInput, one_line
-from harness.plan import PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms
+from harness.plan import PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
 from harness.records import SCHEMA_VERSION, RecordError, encode, read_json, write_json
 
 RUNS = Path("results") / "runs"
@@ -63,9 +63,8 @@ def compose_study(overrides: Sequence[str]) -> Composed:
     whole = compose_config(tuple(map(str, base)))
     specs = read_arms(given_arms[0] if given_arms else whole["study"]["arms"])
     arms = plan_arms(base, swept, specs, whole["study"]["trials"])
-    return Composed(
-        whole, arms, {arm.name: _compose_planned(arm) for arm in arms}, find_baseline(whole["study"]["baseline"], arms, specs)
-    )
+    configs = {arm.name: _compose_planned(arm) for arm in arms}
+    return Composed(whole, arms, configs, find_baseline(whole["study"]["baseline"], arms, specs))
 
 
 def plan_study(overrides: Sequence[str]) -> Plan:
@@ -73,6 +72,7 @@ def plan_study(overrides: Sequence[str]) -> Plan:
     composed = compose_study(overrides)
     study, seed = composed.whole["study"], composed.whole["seed"]
     configs = resolve(composed.configs)
+    check_traffic(configs, trial_seed(seed, 0))
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study["name"],
@@ -106,6 +106,27 @@ def resolve(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
         return resolve_study(configs)
     except (ValueError, OSError) as error:
         raise BadInput(one_line(str(error))) from error
+
+
+def check_traffic(configs: Mapping[str, Mapping[str, Any]], seed: int) -> None:
+    """Make every distinct request stream once, so that bad traffic options are told now. BadInput says which."""
+    from impls.build import max_model_len
+    from impls.models.source import open_model
+    from workloads import build_stream
+
+    seen = []
+    for config in configs.values():
+        what = (config["workload"], config["model"])
+        if what in seen:
+            continue
+        seen.append(what)
+        try:
+            source = open_model(config["model"])
+            build_stream(
+                config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=max_model_len(config, source)
+            )
+        except (ValueError, OSError) as error:
+            raise BadInput(one_line(str(error))) from error
 
 
 def validate(config: Mapping[str, Any]) -> list[str]:
@@ -178,9 +199,7 @@ def recorded_status(run_dir: Path, arm: str, trial: int) -> str | None:
 def statuses(run_dir: Path, plan: Plan) -> dict[tuple[str, int], str | None]:
     """Every planned trial's recorded status."""
     return {
-        (arm, block): recorded_status(run_dir, arm, block)
-        for block, arms in enumerate(plan["order"])
-        for arm in arms
+        (arm, block): recorded_status(run_dir, arm, block) for block, arms in enumerate(plan["order"]) for arm in arms
     }
 
 
@@ -237,7 +256,7 @@ def _held(run_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise BadInput(f"run_dir={run_dir}: another run is writing there; allowed: wait for it, or a new run_dir") from error
+        raise BadInput(f"run_dir={run_dir}: another run is writing there; allowed: a new run_dir, or wait") from error
     try:
         yield
     finally:

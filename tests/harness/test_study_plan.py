@@ -30,7 +30,8 @@ def planned(name: str, trials: int = 3, versus: str | None = None) -> PlannedArm
 
 
 def test_arms_are_crossed_with_the_sweep_and_versus_stays_at_its_point() -> None:
-    specs = read_arms({"static": STATIC, "continuous": {"set": ["batching=continuous"], "versus": "static", "trials": 1}})
+    above = {"set": ["batching=continuous"], "versus": "static", "trials": 1}
+    specs = read_arms({"static": STATIC, "continuous": above})
     sweep = [settings("workload.arrivals.rate=1", "workload.arrivals.rate=2")]
     arms = plan_arms(settings("seed=3"), sweep, specs, trials=4)
     assert [(a.name, a.versus, a.trials) for a in arms] == [
@@ -45,7 +46,8 @@ def test_arms_are_crossed_with_the_sweep_and_versus_stays_at_its_point() -> None
 
 
 def test_a_free_sweep_names_arms_by_its_choices_and_starts_with_the_baseline() -> None:
-    sweep = [settings("batching=static", "batching=continuous"), settings("kv_cache.block_size=16", "kv_cache.block_size=32")]
+    batching = settings("batching=static", "batching=continuous")
+    sweep = [batching, settings("kv_cache.block_size=16", "kv_cache.block_size=32")]
     arms = plan_arms([], sweep, [], trials=2)
     assert [a.name for a in arms] == [
         "static-block_size=16",
