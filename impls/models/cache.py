@@ -45,7 +45,9 @@ def making(target: Path) -> Iterator[Path | None]:
         yield partial
         os.replace(partial, target)
     except OSError as error:
-        raise ModelError(f"cannot write {target} ({error.strerror or error}): free space or set HARNESS_CACHE") from error
+        raise ModelError(
+            f"cannot write {target} ({error.strerror or error}): free space or set HARNESS_CACHE"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
         lock.release()

@@ -19,7 +19,7 @@ from impls.models.tensors import check_tensors
 from impls.seams import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
@@ -104,38 +104,51 @@ def _max_position(config: Mapping[str, Any], trained: int, count: Any) -> int:
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):
-    """FP32 tensors by name from one or more safetensors files, memory-mapped while a tensor is copied out of it.
+    """FP32 tensors by name from one or more safetensors files, each read when it is looked up.
 
-    A tensor never refers to the mapping: otherwise packed weights could stay backed by a file that others may change,
-    and the whole file would count as resident.
+    Read and not memory-mapped: packing copies every tensor anyway, faulting pages in takes several times as long as
+    reading them, and a mapping would count as resident and tie packed weights to a file that others may change.
     """
 
     def __init__(self, files: Mapping[str, Path], shape: ModelShape) -> None:
         """``files``: tensor name -> file. ModelError if these are not the tensors that ``shape`` needs."""
-        self._files = files
-        found: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, tuple[Path, int, torch.dtype, tuple[int, ...]]] = {}
         for path in sorted(set(files.values())):
-            with _opened(path) as file:
-                held = set(file.keys())
-                for name in (name for name, where in files.items() if where == path):
-                    if name not in held:
-                        raise ModelError(f"{path}: tensor {name} is missing")
-                    piece = file.get_slice(name)
-                    if piece.get_dtype() not in FLOATS:
-                        raise ModelError(f"{path}: tensor {name} is {piece.get_dtype()}, not one of {', '.join(FLOATS)}")
-                    found[name] = tuple(piece.get_shape())
-        check_tensors(found, shape, str(next(iter(files.values())).parent if files else "no file"))
+            start, layout = _layout(path)
+            for name in (name for name, where in files.items() if where == path):
+                if name not in layout:
+                    raise ModelError(f"{path}: tensor {name} is missing")
+                if (kind := layout[name]["dtype"]) not in FLOATS:
+                    raise ModelError(f"{path}: tensor {name} is {kind}, not one of {', '.join(FLOATS)}")
+                offset, size = start + layout[name]["data_offsets"][0], tuple(layout[name]["shape"])
+                self._places[name] = (path, offset, FLOATS[kind], size)
+        where = str(next(iter(files.values())).parent if files else "no file")
+        check_tensors({name: place[3] for name, place in self._places.items()}, shape, where)
 
     def __getitem__(self, name: str) -> Tensor:
-        with _opened(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor.to(torch.float32, copy=True)
+        path, offset, dtype, size = self._places[name]
+        tensor = torch.empty(size, dtype=dtype)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            raw = tensor.view(-1).view(torch.uint8).numpy().data
+            while raw:
+                if not (count := file.readinto(raw)):
+                    raise ModelError(f"{path} was cut short while it was read: tensor {name}")
+                raw = raw[count:]
+        return tensor.to(torch.float32)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
+
+
+def _layout(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a file's data starts, and its header: name -> dtype, shape, data_offsets. Checked by safetensors first."""
+    with _opened(path), open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(length))
 
 
 def _opened(path: Path) -> Any:
@@ -157,7 +170,7 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in names.items()}
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
-        raise ModelError(f"{folder} has {len(files)} safetensors files and no model.safetensors.index.json, needs one or the other")
+        raise ModelError(f"{folder} has {len(files)} safetensors files: needs one, or model.safetensors.index.json")
     with _opened(files[0]) as file:
         return {name: files[0] for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
 

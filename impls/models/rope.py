@@ -31,7 +31,9 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
         return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
     if kind == "llama3":
         return _llama3(frequencies, scaling)
-    raise ModelError(f"rope scaling {kind!r} is not supported (default, linear, llama3 are): its table depends on the length")
+    raise ModelError(
+        f"rope scaling {kind!r} is not supported (default, linear, llama3 are): its table depends on the length"
+    )
 
 
 def _number(scaling: Mapping[str, Any], key: str) -> float:

@@ -44,7 +44,9 @@ class SyntheticWeights(Mapping[str, Tensor]):
 
         def fill(start: int) -> None:
             seeds = np.random.SeedSequence((self._seed, key, start))
-            np.random.Generator(np.random.SFC64(seeds)).standard_normal(dtype=np.float32, out=values[start : start + CHUNK])
+            np.random.Generator(np.random.SFC64(seeds)).standard_normal(
+                dtype=np.float32, out=values[start : start + CHUNK]
+            )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(fill, range(0, count, CHUNK)))

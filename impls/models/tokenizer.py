@@ -18,7 +18,7 @@ from impls.models.errors import ModelError
 
 
 class Tokenizer:
-    """A thin face of a `tokenizers` tokenizer: ids are plain ints, special tokens are named, templates are sandboxed."""
+    """A thin face of a `tokenizers` tokenizer: plain ints for ids, and the chat template in a sandbox."""
 
     def __init__(
         self, fast: FastTokenizer, *, bos: str | None = None, eos: str | None = None, chat_template: str | None = None
@@ -50,7 +50,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of a conversation of {"role", "content"}. ModelError if the model has no template or refuses it."""
         if self._template is None:
             raise ModelError("this model has no chat template: use workload prompts without a chat format")

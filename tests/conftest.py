@@ -1,0 +1,27 @@
+"""What several rooms' tests share: the real model, and a fixed number of threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from impls.models.errors import ModelError
+from impls.models.source import ModelSource, open_model
+
+MODEL_CONFIGS = Path(__file__).parents[1] / "conf" / "model"
+
+torch.set_num_threads(2)  # small tensors: more threads only slow a large machine down
+
+
+@pytest.fixture(scope="session")
+def real_model() -> ModelSource:
+    """SmolLM2-135M-Instruct from the user's cache, downloaded there once."""
+    try:
+        return open_model(yaml.safe_load((MODEL_CONFIGS / "smollm2_135m.yaml").read_text()))
+    except ModelError as error:
+        if not str(error).startswith("cannot fetch model"):
+            raise
+        pytest.skip(f"no real model: {error}")
