@@ -88,4 +88,4 @@ def _split(text: str) -> list[str]:
         if len(piece) >= PASSAGE_CHARS:
             pieces.append(piece)
             piece = ""
-    return pieces + [piece] if piece.strip() else pieces
+    return [*pieces, piece] if piece.strip() else pieces

@@ -55,7 +55,7 @@ def frame_of(style: Style, tokenizer: Tokenizer, chat_template: bool) -> Frame:
             return tokenizer.apply_chat_template(messages)
         except Exception as error:  # a model's template is a program of its own and may fail in any way
             raise WorkloadError(
-                f"workload.prompts.chat_template=True: the model's chat template failed: {error}"
+                f"workload.prompts.chat_template=True: must be false for this model: {error}"
             ) from error
 
     # What does not change with the passage is the frame.

@@ -20,7 +20,7 @@ from workloads.trace_prompts import TracePrompts, given_prompts
 
 @dataclass(frozen=True)
 class Options:
-    """``time_scale`` multiplies timestamps (0.5 is twice as fast), after ``dequantise_s`` spread them in the file's time."""
+    """``time_scale`` multiplies timestamps (0.5: twice as fast) once ``dequantise_s`` has spread them."""
 
     path: str | None
     limit: int | None = None

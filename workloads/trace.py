@@ -120,7 +120,7 @@ def _json_row(line: int, text: str) -> TraceRow:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"must be one JSON object ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError("must be one JSON object")  # noqa: TRY004 - bad input, not a bug of the caller
+        raise ValueError("must be one JSON object")
     for key in row:
         if key not in FIELDS:
             raise ValueError(f"{key}: not a field, must be {one_of(FIELDS, key)}")
@@ -140,9 +140,7 @@ def _json_row(line: int, text: str) -> TraceRow:
         input_length = input_length or _tokens("512 x hash_ids", len(hash_ids) * HASH_BLOCK_TOKENS)
         blocks = -(-input_length // HASH_BLOCK_TOKENS)
         if len(hash_ids) != blocks:
-            raise ValueError(
-                f"hash_ids has {len(hash_ids)} blocks: must have {blocks} of {HASH_BLOCK_TOKENS} for input_length={input_length}"
-            )
+            raise ValueError(f"hash_ids has {len(hash_ids)} blocks: must have {blocks} for input_length={input_length}")
     prompt = _typed(row, "prompt", str)
     session = row.get("session_id")
     return TraceRow(

@@ -72,6 +72,9 @@ class TracePrompts:
         for index, row in enumerate(self._rows):
             units: Seq[int] = self._given.get(index, row.hash_ids or ())
             unit_tokens = 1 if index in self._given else HASH_BLOCK_TOKENS
+            if not units:
+                planned.append(self._text.shared(index))
+                continue
             chain, matched, matching = unit_tokens, 0, True
             for unit in units:
                 chain = hash((chain, unit))  # of integers: not salted by PYTHONHASHSEED
