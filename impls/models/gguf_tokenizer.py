@@ -40,10 +40,10 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer | None, str]:
     """The tokenizer, or None and the reason. ModelError if the vocabulary contradicts itself."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
+    if not isinstance(tokens, list):
         return None, "the file holds no tokenizer"
     if kind == "gpt2":
-        pre = metadata.get("tokenizer.ggml.pre", "default")
+        pre = str(metadata.get("tokenizer.ggml.pre", "default"))
         if pre not in PRE_TOKENIZERS:
             return None, f"pre-tokenizer {pre!r} is not known here ({', '.join(PRE_TOKENIZERS)} are)"
         build = _byte_level

@@ -28,7 +28,10 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
     if kind == "linear":
         return frequencies / _number(scaling, "factor")
     if kind == "factors":
-        return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
+        factors = torch.tensor(scaling["factors"], dtype=torch.float32)
+        if factors.shape != frequencies.shape or not bool((factors > 0).all()):
+            raise ModelError(f"rope factors must be {len(frequencies)} positive numbers")
+        return frequencies / factors
     if kind == "llama3":
         return _llama3(frequencies, scaling)
     raise ModelError(

@@ -42,6 +42,8 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], shape: ModelShape, where: str) -> None:
     """ModelError unless ``found`` is what the model needs, and holds nothing that the model would leave unused."""
+    if shape.num_layers > len(found):  # a declared count decides no loop before the file confirms it
+        raise ModelError(f"{where}: {shape.num_layers} layers are declared, there are {len(found)} tensors in all")
     needed = tensor_shapes(shape)
     # Llama puts a bias on the output projection as well where it has attention biases; Qwen2 does not.
     o_bias = {f"model.layers.{i}.self_attn.o_proj.bias": (shape.hidden_size,) for i in range(shape.num_layers)}
