@@ -1,0 +1,57 @@
+"""One operator after another, as written. The norm that compiled and captured steps must match."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from impls.seams import AttentionBackend, CausalLM, Executor, LayerAttention, StepBatch
+
+
+class LayerStorage(Protocol):
+    """What an executor needs of the KV storage: a layer's tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    num_blocks: int
+    block_size: int
+
+    def k(self, layer: int) -> Tensor: ...
+
+    def v(self, layer: int) -> Tensor: ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+
+
+class EagerExecutor(Executor):
+    """Stores each layer's keys and values, then attends: the step's own rows are in the cache when they are read."""
+
+    def __init__(
+        self, *, model: CausalLM, attention: AttentionBackend, storage: LayerStorage, device: torch.device
+    ) -> None:
+        self.model, self.attention, self.storage, self.device = model, attention, storage, device
+
+    def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            return self._run(batch)
+
+    def draft(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        """FP32 logits [R, vocab] after only the first ``num_layers`` layers (None: all), final norm and head."""
+        with torch.inference_mode():
+            return self._run(batch, num_layers)[0]
+
+    def _run(self, batch: StepBatch, num_layers: int | None = None) -> tuple[Tensor, Tensor]:
+        hidden = self._forward(batch, num_layers)
+        return self.model.logits(hidden[batch.logits_indices]), hidden
+
+    def _forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        """Final-normed hidden states [T, hidden]: what a variant launches in its own way."""
+        self.attention.prepare(batch)
+        return self.model.forward(batch.input_ids, batch.positions, self._attention_of(batch), num_layers)
+
+    def _attention_of(self, batch: StepBatch) -> LayerAttention:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.storage.write(layer, k, v, batch.slot_mapping)
+            return self.attention.forward(q, self.storage.k(layer), self.storage.v(layer), layer)
+
+        return attend
