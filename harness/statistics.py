@@ -102,6 +102,11 @@ def verdict(metric: str, low: float | None, high: float | None) -> str:
     return "better" if (low > 1) == (good > 0) else "worse"
 
 
+def _exp(value: float) -> float:
+    """inf where math.exp would overflow: two pairs that disagree wildly."""
+    return math.exp(value) if value < 709 else math.inf
+
+
 def ratio(
     metric: str,
     arm: Mapping[int, float | None],
@@ -115,5 +120,5 @@ def ratio(
     if not comparable or not logs:
         return Ratio(None, None, None, len(logs), "not comparable")
     bounds = interval(logs, ADAPTIVE_CONFIDENCE if adaptive else CONFIDENCE)
-    low, high = (None, None) if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
+    low, high = (None, None) if bounds is None else (_exp(bounds[0]), _exp(bounds[1]))
     return Ratio(math.exp(median(logs)), low, high, len(logs), verdict(metric, low, high))

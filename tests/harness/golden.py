@@ -11,7 +11,7 @@ from impls.seams import Emission, KVReservation, StepResult, StepStats
 
 
 class GoldenTarget:
-    """Plays ``script`` in order. A result is returned when the clock reaches its time: its step's end, or its emission."""
+    """Plays ``script`` in order; a result comes when the clock reaches its time: its step's end, or its emission."""
 
     def __init__(self, script: Sequence[StepResult], clock: VirtualClock) -> None:
         self._script, self._clock = list(script), clock
