@@ -155,7 +155,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise ModelError(f"cannot read {path}: {error}") from error
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:

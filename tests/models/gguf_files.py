@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 4, 2, 64, 40
-ALPHABET = sorted(__import__("tokenizers").pre_tokenizers.ByteLevel.alphabet())
+ALPHABET = sorted(ByteLevel.alphabet())
 LINEARS = {
     "attn_q": ("self_attn.q_proj", HEADS * HEAD_DIM),
     "attn_k": ("self_attn.k_proj", KV_HEADS * HEAD_DIM),
@@ -67,7 +68,10 @@ def write_gguf(path: Path, kind: Type = Type.F32, arch: str = "llama", **extra: 
         if arch == "qwen2" and short in ("attn_q", "attn_k", "attn_v"):
             bias = generator.standard_normal(rows, dtype=np.float32)
             add(f"blk.0.{short}.bias", f"model.layers.0.{hf}.bias", bias, Type.F32)
-    norms = {"blk.0.attn_norm": "model.layers.0.input_layernorm", "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm"}
+    norms = {
+        "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm",
+    }
     sizes = dict.fromkeys([*norms, "output_norm"], HIDDEN)
     norms["output_norm"] = "model.norm"
     if arch == "qwen3":
@@ -84,12 +88,12 @@ def write_gguf(path: Path, kind: Type = Type.F32, arch: str = "llama", **extra: 
 
 
 def byte_level_vocabulary() -> dict[str, Any]:
-    """Metadata of a tokenizer with one token a byte and no merges (more tokens than the tiny embedding has rows)."""
+    """Metadata of a tokenizer with one token a byte and one merge (more tokens than the tiny embedding has rows)."""
     return {
         "tokenizer__ggml__model": "gpt2",
         "tokenizer__ggml__pre": "gpt-2",
-        "tokenizer__ggml__tokens": ["<|end|>", *ALPHABET],
-        "tokenizer__ggml__token_type": [3] + [1] * len(ALPHABET),
+        "tokenizer__ggml__tokens": ["<|end|>", *ALPHABET, "ab"],
+        "tokenizer__ggml__token_type": [3] + [1] * (len(ALPHABET) + 1),
         "tokenizer__ggml__merges": ["a b"],
         "tokenizer__ggml__eos_token_id": 0,
     }

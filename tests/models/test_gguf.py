@@ -88,6 +88,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, cache: Path, mon
 
 def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", Type.Q8_0, **byte_level_vocabulary())
+    assert open_model({"path": tmp_path / "m.gguf"}).tokenizer is not None
     whole, cut = (tmp_path / "m.gguf").read_bytes(), tmp_path / "cut.gguf"
     for length in [0, 3, 4, 23, 24, *np.random.default_rng(1).integers(25, len(whole), 40), len(whole) - 40]:
         cut.write_bytes(whole[:length])
@@ -116,6 +117,7 @@ def test_huge_counts_allocate_nothing(at: int, count: int, tmp_path: Path) -> No
 
 def test_damaged_headers_are_read_or_refused_but_never_a_crash(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", Type.Q8_0, **byte_level_vocabulary())
+    assert open_model({"path": tmp_path / "m.gguf"}).tokenizer is not None
     whole = (tmp_path / "m.gguf").read_bytes()
     header = whole.index(b"blk.0.attn_norm.weight")
     generator, damaged, refused = np.random.default_rng(2), tmp_path / "damaged.gguf", 0
