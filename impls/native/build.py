@@ -59,15 +59,17 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def compile_library(folder: Path | None = None) -> Path:
-    """The shared library for this CPU, from the cache if it is there. NativeUnavailable if it cannot be made."""
-    compiler = _compiler()
-    sources = sorted(SOURCE.glob("*.c"))
+def library_path(compiler: str, folder: Path) -> Path:
+    """Where the library of these sources, flags, compiler and CPU is kept."""
     parts = [_run([compiler, "--version"]), _cpu_identity(), " ".join(FLAGS)]
     parts += [file.read_text() for file in sorted(SOURCE.iterdir()) if file.suffix in (".c", ".h")]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = folder or cache_folder()
-    library = folder / f"kernels-{key}.so"
+    return folder / f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+
+
+def compile_library(folder: Path | None = None) -> Path:
+    """The shared library for this CPU, from the cache if it is there. NativeUnavailable if it cannot be made."""
+    compiler, folder = _compiler(), folder or cache_folder()
+    library = library_path(compiler, folder)
     if library.exists():
         return library
     try:
@@ -77,7 +79,7 @@ def compile_library(folder: Path | None = None) -> Path:
     except OSError as error:
         raise NativeUnavailable(f"cannot write to {folder}: {error.strerror}") from error
     try:
-        _run([compiler, *FLAGS, *map(str, sources), "-o", unfinished, "-lm"])
+        _run([compiler, *FLAGS, *map(str, sorted(SOURCE.glob("*.c"))), "-o", unfinished, "-lm"])
         os.replace(unfinished, library)  # another process may have been faster: either file is the same
     finally:
         Path(unfinished).unlink(missing_ok=True)

@@ -34,7 +34,9 @@ def _check(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, we
         raise ValueError(f"x must be contiguous FP32 [rows, K] on the CPU, not {describe(x)}")
     expected = (-(-out_features // PANEL), (x.shape[1] + 1) // 2, PANEL, 2)
     if packed.dtype != weight_dtype or packed.shape != expected or not packed.is_contiguous():
-        raise ValueError(f"the weight must be {weight_dtype} from pack_panels, {list(expected)}, not {describe(packed)}")
+        raise ValueError(
+            f"the weight must be {weight_dtype} from pack_panels, {list(expected)}, not {describe(packed)}"
+        )
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (out_features,) or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous FP32 [{out_features}], not {describe(bias)}")
 
@@ -49,7 +51,7 @@ def _linear_bf16() -> Callable[..., Any]:
     function = load().linear_bf16
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def linear_bf16(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
@@ -63,6 +65,18 @@ def linear_bf16(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | Non
     _check(x, packed, out_features, bias, torch.bfloat16)
     rows, k = x.shape
     out = torch.empty(rows, out_features)
+    if not rows:
+        return out
     pointer = None if bias is None else bias.data_ptr()
     _linear_bf16()(x.data_ptr(), packed.data_ptr(), pointer, out.data_ptr(), rows, out_features, k, num_threads())
     return out
+
+
+def _output_shape(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+# What torch.compile traces in place of a call through ctypes, which it cannot see into.
+torch.library.define("impls_native::linear_bf16", "(Tensor x, Tensor packed, int out_features, Tensor? bias) -> Tensor")
+torch.library.impl("impls_native::linear_bf16", "CPU", linear_bf16)
+torch.library.register_fake("impls_native::linear_bf16", _output_shape)

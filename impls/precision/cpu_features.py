@@ -1,4 +1,4 @@
-"""What the CPU's matrix instructions are, by torch's own queries: kernels are chosen by these, never by a model name."""
+"""The CPU's matrix instructions, by torch's own queries: kernels are chosen by these, never by a model name."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from impls import native
 from impls.precision.cpu_features import has_bf16_instructions, has_onednn
 from impls.seams import PackedLinear
 
 SCRATCH_ELEMENTS = 1 << 21  # 8 MiB of FP32: what is widened must still be in the L3 cache when it is multiplied
-BF16_KERNELS = ("cublas_bf16", "onednn_bf16", "onednn_fp32_scratch")
+BF16_KERNELS = ("cublas_bf16", "onednn_bf16", "native_bf16", "onednn_fp32_scratch")
+FP32_ACTIVATIONS = ("native_bf16", "onednn_fp32_scratch")
 
 
 def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,6 +28,7 @@ class Bf16Gemm:
 
     cublas_bf16          CUDA; x and y BF16
     onednn_bf16          a CPU with BF16 instructions, W reordered once into oneDNN's blocked layout; x and y BF16
+    native_bf16          any CPU with a C compiler: `impls.native` widens W in registers; x and y FP32
     onednn_fp32_scratch  any CPU: W is widened, a slice that fits in the cache at a time, and multiplied as FP32
 
     Any value that BF16 holds exactly, such as an E4M3 or an INT8 number, passes through unrounded.
@@ -37,7 +40,7 @@ class Bf16Gemm:
         self.kernel = best_bf16_kernel(device) if kernel == "auto" else kernel
         if why := why_not(self.kernel, device):
             raise ValueError(why)
-        self.dtype = torch.float32 if self.kernel == "onednn_fp32_scratch" else torch.bfloat16
+        self.dtype = torch.float32 if self.kernel in FP32_ACTIVATIONS else torch.bfloat16
         self._scratch = torch.empty(0)
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -46,10 +49,12 @@ class Bf16Gemm:
         if self.kernel == "onednn_bf16":
             reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             return reordered
-        return weight
+        return native.pack_panels(weight) if self.kernel == "native_bf16" else weight
 
     def unpack(self, weight: Tensor, packed: PackedLinear) -> Tensor:
         """The inverse of `pack`: FP32 [N, K], exactly what is multiplied."""
+        if self.kernel == "native_bf16":
+            weight = native.unpack_panels(weight, packed.out_features, packed.in_features)
         return (weight.to_dense() if self.kernel == "onednn_bf16" else weight).float()
 
     def matmul(self, x: Tensor, packed: PackedLinear, with_bias: bool = True) -> Tensor:
@@ -60,6 +65,8 @@ class Bf16Gemm:
         if self.kernel == "onednn_bf16":
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
+        if self.kernel == "native_bf16":
+            return native.linear_bf16(x.contiguous(), weight, packed.out_features, bias)
         if self.kernel == "cublas_bf16":
             return F.linear(x, weight, bias)
         return self._widened(x, weight, bias)
@@ -80,7 +87,9 @@ class Bf16Gemm:
 def best_bf16_kernel(device: torch.device) -> str:
     if device.type != "cpu":
         return "cublas_bf16"
-    return "onednn_bf16" if has_bf16_instructions() else "onednn_fp32_scratch"
+    if has_bf16_instructions():
+        return "onednn_bf16"
+    return "native_bf16" if native.available() else "onednn_fp32_scratch"
 
 
 def why_not(kernel: str, device: torch.device) -> str | None:
@@ -91,4 +100,6 @@ def why_not(kernel: str, device: torch.device) -> str | None:
         return f"kernel={kernel}: not a kernel for device {device.type}"
     if kernel == "onednn_bf16" and not (has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return f"kernel={kernel}: oneDNN has no BF16 for this CPU"
+    if kernel == "native_bf16" and (why := native.why_unavailable()):
+        return f"kernel={kernel}: {why}"
     return None

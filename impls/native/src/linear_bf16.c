@@ -2,13 +2,34 @@
 // of one channel, so that a shift and a mask make two FP32 vectors, and no lane is ever summed across.
 #include "common.h"
 
+#define BLOCK_BYTES (192 << 10)
+
 struct linear {
     const float *x;
     const uint32_t *w;
     const float *bias;
     float *y;
-    int64_t m, n, k, panels_per_item;
+    int64_t m, n, k, panels_per_item, panel_items, rows_per_item;
 };
+
+// One k of every row and channel: the even or the odd half of the weight pairs at w.
+INLINE void step(const int rows, const int panels, vf acc[MR][2 * NV], const uint32_t *w, int64_t panel_stride,
+                 const float *x, int64_t x_stride, const int odd) {
+    vf weight[2 * NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < panels * NV; v++) {
+        const vu pair = *(const vu_mem *)(w + (v / NV) * panel_stride + (v % NV) * LANES);
+        weight[v] = odd ? (vf)(pair & 0xffff0000u) : (vf)(pair << 16);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        const vf value = splat(x[r * x_stride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < panels * NV; v++) acc[r][v] += weight[v] * value;
+        // Keeps the compiler from loading the next rows early: accumulators and weights already fill the registers.
+        __asm__ volatile("" ::: "memory");
+    }
+}
 
 // `rows` x (`panels` * 16) outputs. Meanwhile the next panel is fetched, a part of it by each tile of rows.
 INLINE void tile(const int rows, const int panels, const struct linear *a, int64_t row, int64_t panel, int64_t fetch,
@@ -25,22 +46,10 @@ INLINE void tile(const int rows, const int panels, const struct linear *a, int64
     for (int64_t i = 0; i < k / 2; i++) {
         __builtin_prefetch(ahead, 0, 2);
         ahead += fetch_step;
-#pragma GCC unroll 8
-        for (int v = 0; v < panels * NV; v++) {
-            const vu pair = *(const vu_mem *)(w + (v / NV) * pairs * PANEL + i * PANEL + (v % NV) * LANES);
-            const vf even = (vf)(pair << 16), odd = (vf)(pair & 0xffff0000u);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                acc[r][v] += even * x[r * k + 2 * i];
-                acc[r][v] += odd * x[r * k + 2 * i + 1];
-            }
-        }
+        step(rows, panels, acc, w + i * PANEL, pairs * PANEL, x + 2 * i, k, 0);
+        step(rows, panels, acc, w + i * PANEL, pairs * PANEL, x + 2 * i + 1, k, 1);
     }
-    if (k % 2)
-        for (int v = 0; v < panels * NV; v++) {
-            const vu pair = *(const vu_mem *)(w + (v / NV) * pairs * PANEL + (pairs - 1) * PANEL + (v % NV) * LANES);
-            for (int r = 0; r < rows; r++) acc[r][v] += (vf)(pair << 16) * x[r * k + k - 1];
-        }
+    if (k % 2) step(rows, panels, acc, w + (pairs - 1) * PANEL, pairs * PANEL, x + k - 1, k, 0);
     const int64_t first = panel * PANEL;
     const int full = first + panels * PANEL <= a->n;
 #pragma GCC unroll 16
@@ -55,25 +64,24 @@ INLINE void tile(const int rows, const int panels, const struct linear *a, int64
     }
 }
 
-static void panels_body(void *context, int64_t item) {
+static void body(void *context, int64_t item) {
     const struct linear *a = context;
     const int64_t panels = (a->n + PANEL - 1) / PANEL, bytes = (a->k + 1) / 2 * PANEL * 4;
-    const int64_t begin = item * a->panels_per_item;
-    const int64_t end = begin + a->panels_per_item < panels ? begin + a->panels_per_item : panels;
-    const int64_t step = even_rows(a->m, MR), tiles = (a->m + step - 1) / step;
+    const int64_t begin = item % a->panel_items * a->panels_per_item, stop = begin + a->panels_per_item;
+    const int64_t end = stop < panels ? stop : panels;
+    const int64_t top = item / a->panel_items * a->rows_per_item, left = a->m - top;
+    const int64_t m = left < a->rows_per_item ? left : a->rows_per_item;
+    const int64_t height = even_rows(m, MR), tiles = (m + height - 1) / height;
     for (int64_t p = begin; p < end;) {
         // Two panels at a time hide the FMA latency that one or two rows alone would leave exposed.
-        const int both = a->m <= 2 && p + 1 < end;
+        const int both = m <= 2 && p + 1 < end;
         for (int64_t t = 0; t < tiles; t++) {
-            const int64_t row = t * step, rows = a->m - row < step ? a->m - row : step;
-            const int64_t fetch = both ? 2 * bytes : bytes + t * bytes / tiles, each = PANEL * 4 / tiles;
-            if (both) {
-                if (rows == 1) tile(1, 2, a, row, p, fetch, PANEL * 4);
-                else tile(2, 2, a, row, p, fetch, PANEL * 4);
-                continue;
-            }
-            switch (rows) {
-#define CASE(R) case R: tile(R, 1, a, row, p, fetch, each); break;
+            const int64_t done = t * height, rows = m - done < height ? m - done : height;
+            const int64_t fetch = (both ? 2 : 1) * bytes + t * bytes / tiles, each = PANEL * 4 / tiles;
+            switch (both ? -rows : rows) {
+#define CASE(R) case R: tile(R, 1, a, top + done, p, fetch, each); break;
+                case -1: tile(1, 2, a, top, p, fetch, each); break;
+                case -2: tile(2, 2, a, top, p, fetch, each); break;
                 CASE(1) CASE(2) CASE(3) CASE(4)
 #if MR >= 6
                 CASE(5) CASE(6)
@@ -89,9 +97,14 @@ static void panels_body(void *context, int64_t item) {
 
 EXPORT void linear_bf16(const float *x, const void *w, const float *bias, float *y, int64_t m, int64_t n, int64_t k,
                         int threads) {
-    struct linear a = {x, w, bias, y, m, n, k, 0};
-    // Items of at least 4 panels stream long enough for the prefetchers; few items leave threads idle at the end.
-    const int64_t panels = (n + PANEL - 1) / PANEL, share = panels / (threads * 4);
-    a.panels_per_item = share < 2 ? 2 : share & ~1LL;
-    parallel_for((panels + a.panels_per_item - 1) / a.panels_per_item, threads, panels_body, &a);
+    struct linear a = {x, w, bias, y, m, n, k, 0, 0, 0};
+    // An item is a block of rows that stays in the L2 cache times a run of panels: long enough for the prefetchers to
+    // stream, short enough that no thread idles at the end.
+    const int64_t cached = BLOCK_BYTES / (k * 4), least = 4 * MR;
+    a.rows_per_item = even_rows(m, cached > least ? cached / MR * MR : least);
+    const int64_t row_items = (m + a.rows_per_item - 1) / a.rows_per_item;
+    const int64_t panels = (n + PANEL - 1) / PANEL, share = panels * row_items / (threads * 4);
+    a.panels_per_item = share < 2 ? 2 : share > panels ? panels : share & ~1LL;
+    a.panel_items = (panels + a.panels_per_item - 1) / a.panels_per_item;
+    parallel_for(a.panel_items * row_items, threads, body, &a);
 }
