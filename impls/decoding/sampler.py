@@ -74,7 +74,8 @@ def distribution(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
         floor = torch.zeros_like(temperature)
         floor[rows] = _nucleus_floor(probs[rows], mass, min(vocab, _NUCLEUS_GUESS))
         probs.masked_fill_(probs < floor, 0.0)
-        probs.div_(probs.sum(1, keepdim=True))
+        # Rows without top-p keep their bits, whoever shares the batch.
+        probs.div_(torch.where(floor > 0, probs.sum(1, keepdim=True), 1.0))
     return probs
 
 

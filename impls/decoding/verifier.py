@@ -90,7 +90,11 @@ class RandomVerification:
 
     def accept(self) -> list[int]:
         """How many drafts of each sequence stand: p(x)/q(x) >= u until the first that fails, in float64."""
-        rows = [start + j for start, seq in zip(self.starts, self.sequences, strict=True) for j in range(len(seq.draft_token_ids))]
+        rows = [
+            start + j
+            for start, seq in zip(self.starts, self.sequences, strict=True)
+            for j in range(len(seq.draft_token_ids))
+        ]
         tokens = [token for seq in self.sequences for token in seq.draft_token_ids]
         p = iter(self.probs[rows, tokens].tolist())
         accepted = []
