@@ -75,11 +75,10 @@ class TracePrompts:
             if not units:
                 planned.append(self._text.shared(index))
                 continue
-            chain, matched, matching = unit_tokens, 0, True
+            chain, matched = unit_tokens, 0
             for unit in units:
                 chain = hash((chain, unit))  # of integers: not salted by PYTHONHASHSEED
-                matching = matching and chain in seen
-                matched += matching
+                matched += chain in seen
                 seen.add(chain)
             planned.append(matched * unit_tokens)
         return planned

@@ -58,6 +58,8 @@ def test_more_prompts_than_first_tokens_are_still_distinct(make):
     assert pool < 4000
     assert prompts[0][0] == prompts[pool][0] and prompts[0][1:] != prompts[pool][1:]
     assert len(set(prompts)) == 4000
+    passages = len(workloads.corpus.prose_passages())  # where the second round begins
+    assert prompts[0][1:] != prompts[passages][1:]
 
 
 def test_natural_text_is_framed_by_its_task(make, words):

@@ -262,6 +262,7 @@ def test_dequantise_spreads_ties_inside_the_tick_by_seed(tmp_path, replay):
     path = jsonl(tmp_path, *({"timestamp": 3000 * (i // 100), "input_length": 4, "max_tokens": 1} for i in range(300)))
     arrivals = replay(path, dequantise_s=3.0, time_scale=0.5).plan.arrivals_s
     assert len(set(arrivals.tolist())) == 300
+    assert arrivals[:100].min() < 0.1 and arrivals[:100].max() > 1.4
     assert np.histogram(arrivals, bins=[0, 1.5, 3.0, 4.5])[0].tolist() == [100, 100, 100]
     assert arrivals.tolist() == replay(path, dequantise_s=3.0, time_scale=0.5).plan.arrivals_s.tolist()
     assert arrivals.tolist() != replay(path, dequantise_s=3.0, time_scale=0.5, seed=1).plan.arrivals_s.tolist()
