@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.metrics import Window, compute_metrics, distribution, emission_gaps, energy_joules, nearest_rank
@@ -189,6 +189,7 @@ def test_percentile_is_the_smallest_value_that_enough_do_not_exceed(values: list
     assert 100 * sum(v < found for v in values) < percent * len(values)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.001, 10), st.integers(1, 8)), min_size=2, max_size=40))
 def test_gaps_add_up_to_the_time_between_first_and_last(emissions: list[tuple[float, int]]) -> None:
     times = np.cumsum([gap for gap, _ in emissions]).tolist()

@@ -97,7 +97,8 @@ def test_burst(burst: dict[str, Any], name: str, value: Any) -> None:
 
 def test_every_name_of_the_contract_is_there(burst: dict[str, Any]) -> None:
     contract = """output_tokens_per_s requests_per_s goodput_per_s slo_attainment slot_utilization kv_utilization
-        kv_waste acceptance_rate tokens_per_step prefix_hit_rate_planned prefix_hit_rate_observed mfu mbu peak_memory_bytes
+        kv_waste acceptance_rate tokens_per_step prefix_hit_rate_planned prefix_hit_rate_observed mfu mbu
+        peak_memory_bytes
         weights_bytes startup_s energy_j_per_output_token cost_per_million_output_tokens perplexity kl_vs_bf16
         top1_agreement kv_transfer_bytes kv_transfer_s equivalence ttft_s itl_s inter_emission_s tpot_s e2e_s
         normalized_latency_s queueing_s"""
