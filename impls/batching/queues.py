@@ -126,7 +126,8 @@ class QueueScheduler(Scheduler):
         allocate, scheduled = self._kv.allocate, step.num_scheduled_tokens
         preempted: list[str] = []
         drafting: list[Sequence] = []
-        for seq_id, sequence in list(self._running.items()):
+        for sequence in list(self._running.values()):
+            seq_id = sequence.seq_id
             if preempted and seq_id not in self._running:
                 break  # victims are the tail: nobody is left behind the first one met
             num_tokens = len(sequence.token_ids)
@@ -151,7 +152,8 @@ class QueueScheduler(Scheduler):
         granted = max(0, min(len(sequence.draft_token_ids), budget, self._max_model_len - num_tokens))
         while granted and not self._kv.allocate(sequence.seq_id, num_tokens + granted):
             granted -= 1
-        sequence.draft_token_ids = sequence.draft_token_ids[:granted]
+        if granted < len(sequence.draft_token_ids):
+            sequence.draft_token_ids = sequence.draft_token_ids[:granted]
         step.num_scheduled_tokens[sequence.seq_id] += granted
         return granted
 

@@ -32,12 +32,14 @@ class Simulation:
     ended: dict[str, Sequence] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     first_scheduled: list[str] = field(default_factory=list)
+    arrival: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
     def add(self, item: Request) -> Sequence:
         sequence = self.live[item.request_id] = Sequence(item)
+        self.arrival[item.request_id] = len(self.arrival)
         self.scheduler.add(sequence, self.now_s)
         return sequence
 
@@ -108,6 +110,8 @@ class Simulation:
         rows = self._rows()
         assert len(rows) == len(scheduler.running) <= scheduler.max_num_seqs, "over max_num_seqs"
         assert set(step.num_scheduled_tokens) == {s.seq_id for s in rows.values()}, "whoever holds a row runs"
+        order = [self.arrival[s.seq_id] for s in scheduler.running]
+        assert order == sorted(order), "somebody overtook a preempted sequence"
         for row, sequence in rows.items():
             seq_id = sequence.seq_id
             if seq_id in before and seq_id not in step.preempted:

@@ -97,17 +97,18 @@ def test_the_youngest_is_preempted_recomputed_and_keeps_what_it_emitted() -> Non
 
 
 def test_preempted_sequences_return_to_the_front_in_order_of_arrival() -> None:
-    sim = simulation(tokens=24, block_size=4, max_model_len=24)
+    sim = simulation(tokens=16, block_size=1, max_model_len=16)
     for name in "abc":
-        sim.add(request(name, 7, 9))
-    sim.add(request("d", 1, 1))
+        sim.add(request(name, 5, 7))
+    sim.add(request("d", 2, 1))
     sim.step()
-    sim.step()
-    assert sim.step().preempted == ("c",)
-    for _ in range(12):
-        sim.step()
+    assert sim.step().preempted == ("c",)  # 15 of 16 are held
+    while not (step := sim.step()).preempted:
+        assert step.num_scheduled_tokens.keys() == {"a", "b"}, "d would fit, but c came before"
+    assert step.preempted == ("b",)
     sim.run([])
-    assert sim.first_scheduled == ["a", "b", "c", "d"]
+    later = [list(step.num_scheduled_tokens) for step in sim.steps if "d" in step.num_scheduled_tokens]
+    assert later == [["c", "d"]]
 
 
 def test_nobody_joins_in_a_step_that_preempts() -> None:

@@ -102,7 +102,7 @@ class ContiguousMachine(BlockMachine):
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
 TestPaged.settings = TestContiguous.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 
