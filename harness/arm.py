@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import yaml
 
-from harness.errors import BadInput
+from harness.errors import BadInput, not_allowed
 from harness.limits import does_not_fit, memory_free_bytes
 from impls.attention.auto import resolve_attention
-from impls.build import describe_arm, max_model_len, validate_axes
+from impls.build import describe_arm, locate, max_model_len, uses_proposer, validate_axes
 from impls.models.source import ModelSource, open_model
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -41,6 +41,8 @@ def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
         kv_cache = dict(arm["kv_cache"])
         kv_cache["budget_bytes"] = budget_bytes(kv_cache.pop("budget"), source, free[device])
         arm["kv_cache"] = kv_cache
+        if draft := draft_options(arm):
+            arm["draft"] = draft
         resolved[name] = arm
     return resolved
 
@@ -54,9 +56,21 @@ def resolve_device(name: str) -> str:
     return name
 
 
+def draft_options(arm: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The draft model's own options, where the arm's proposer runs one; ``proposer.model`` null is the target itself."""
+    proposer = arm["proposer"]
+    if not uses_proposer(arm) or not locate(proposer).needs_draft_model:
+        return None
+    model = option("model", str(proposer["model"])) if proposer["model"] else dict(arm["model"])
+    return {"model": model, "precision": option("precision", str(proposer["precision"]))}
+
+
 def option(group: str, name: str) -> dict[str, Any]:
-    """An option as conf/ defines it."""
-    loaded: dict[str, Any] = yaml.safe_load((CONF_DIR / group / f"{name}.yaml").read_text())
+    """An option as conf/ defines it. BadInput if there is none of that name."""
+    path = CONF_DIR / group / f"{name}.yaml"
+    if not path.is_file():
+        raise not_allowed(group, name, [other.stem for other in path.parent.glob("*.yaml")])
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
     return loaded
 
 

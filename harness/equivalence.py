@@ -136,7 +136,11 @@ def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
     """The trial's requests again, from its seed; a sampled request has no one right answer and is left out."""
     source = open_model(config["model"])
     stream = build_stream(
-        config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=max_model_len(config, source)
+        config["workload"],
+        seed=seed,
+        tokenizer=source.tokenizer,
+        max_model_len=max_model_len(config, source),
+        vocab_size=source.shape.vocab_size,
     )
     return {r.request_id: r for r in stream.initial() if r.sampling.temperature == 0}
 

@@ -67,7 +67,13 @@ def run_trial(
         torch.set_num_threads(int(config["device"]["threads"]))
     source = open_model(config["model"])
     length = max_model_len(config, source)
-    stream = build_stream(config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=length)
+    stream = build_stream(
+        config["workload"],
+        seed=seed,
+        tokenizer=source.tokenizer,
+        max_model_len=length,
+        vocab_size=source.shape.vocab_size,
+    )
     clock = RealClock()
     engine = build_engine(config, source, clock)
     startup_s = warm_up(engine, stream, clock)

@@ -74,7 +74,10 @@ def kv_dtype_name(config: Mapping[str, Any]) -> str:
 
 
 def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -> Engine:
-    """Weights, cache, scheduler and decoder of one arm, ready for its first request."""
+    """Weights, cache, scheduler and decoder of one arm, ready for its first request.
+
+    ``config["draft"]`` holds the draft model's `model` and `precision` options, where the proposer needs one.
+    """
     device = torch.device(str(config["device"]["name"]))
     shape, length = source.shape, max_model_len(config, source)
     dtype = KV_DTYPES[kv_dtype_name(config)]
@@ -82,7 +85,7 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
     if uses_proposer(config):
         proposer = construct(config["proposer"], vocab_size=shape.vocab_size, shape=shape)
         if proposer.needs_draft_model:
-            draft_source = open_model(proposer.draft_model_config(config["model"]))
+            draft_source = open_model(config["draft"]["model"])
     kv_bytes = shape.kv_bytes_per_token(dtype.itemsize)
     if draft_source is not None:
         kv_bytes += draft_source.shape.kv_bytes_per_token(dtype.itemsize)
@@ -105,7 +108,7 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
     executor, weights_bytes = executor_for(source, method, config["execution"])
     draft_executor = None
     if draft_source is not None:
-        draft_method = construct(proposer.draft_precision_config(), device=device)
+        draft_method = construct(config["draft"]["precision"], device=device)
         draft_executor, draft_bytes = executor_for(draft_source, draft_method, EAGER)
         weights_bytes += draft_bytes
     return Engine(
