@@ -1,0 +1,32 @@
+"""The C kernel of `impls.native`: keys and values are read in place, through the block table, on any CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from impls import native
+from impls.seams import Arm, AttentionBackend, StepBatch
+
+
+class NativeAttention(AttentionBackend):
+    """Nothing is gathered and nothing padded: the block table, the lengths and the query starts go to the kernel."""
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        reasons = []
+        if arm.device != "cpu":
+            reasons.append(f"device={arm.device}: the native kernel runs on the CPU only")
+        elif why := native.why_unavailable():
+            reasons.append(why)
+        if arm.model.head_dim > native.MAX_HEAD_DIM:
+            reasons.append(f"head_dim={arm.model.head_dim}: at most {native.MAX_HEAD_DIM}")
+        return reasons
+
+    def prepare(self, batch: StepBatch) -> None:
+        self._batch = batch
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
+        batch = self._batch
+        return native.paged_attention(
+            q, k_cache, v_cache, batch.query_start, batch.seq_lens, batch.block_table, self.shape.head_dim**-0.5
+        )

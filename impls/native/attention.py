@@ -1,0 +1,134 @@
+"""Paged causal attention on the C kernel: reads keys and values where they lie, through the block table."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.native.build import load, num_threads
+from impls.native.linear import describe
+
+MAX_HEAD_DIM = 512
+DTYPES = (torch.float32, torch.bfloat16)
+_POINTERS = ("q", "k", "v", "out", "query_start", "seq_lens", "block_table")
+_SIZES = ("num_seqs", "num_tokens", "num_blocks", "heads", "kv_heads", "dim", "block_size", "table_width")
+
+
+class _Arguments(ctypes.Structure):
+    """`struct attention` of paged_attention.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("q_stride", ctypes.c_int64 * 2),
+        ("k_stride", ctypes.c_int64 * 3),
+        ("v_stride", ctypes.c_int64 * 3),
+        ("scale", ctypes.c_float),
+        ("q_bf16", ctypes.c_int32),
+        ("kv_bf16", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("derived", ctypes.c_int64 * 7),
+    )
+
+
+@cache
+def _paged_attention() -> Callable[..., Any]:
+    function = load().paged_attention
+    function.argtypes = [ctypes.POINTER(_Arguments)]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> None:
+    if q.dim() != 3 or q.dtype not in DTYPES or q.stride(2) != 1 or q.device.type != "cpu":
+        raise ValueError(f"q must be FP32 or BF16 [T, H, D] on the CPU, dense in D, not {describe(q)}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4 or x.dtype not in DTYPES or x.stride(3) != 1 or x.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be FP32 or BF16 [blocks, block_size, Hkv, D] on the CPU, dense in D, not {describe(x)}"
+            )
+    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"k_cache and v_cache must be alike: {describe(k_cache)}, {describe(v_cache)}")
+    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2] or q.shape[2] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"q {list(q.shape)} does not fit a cache of {k_cache.shape[2]} heads of {k_cache.shape[3]} (at most"
+            f" {MAX_HEAD_DIM})"
+        )
+    query_start, seq_lens, block_table = tables
+    sequences = seq_lens.shape[0]
+    wanted = (("query_start", query_start, (sequences + 1,)), ("seq_lens", seq_lens, (sequences,)))
+    for name, x, shape in (*wanted, ("block_table", block_table, (sequences, block_table.shape[-1]))):
+        if x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
+            raise ValueError(f"{name} must be contiguous int32 {list(shape)} on the CPU, not {describe(x)}")
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal softmax(scale * Q K^T) V of every sequence's queries over its blocks, in FP32; q's shape and dtype.
+
+    q: FP32 or BF16 [T, H, D]; caches: FP32 or BF16 [num_blocks, block_size, Hkv, D]; any strides but D's.
+    query_start: int32 [S + 1]; seq_lens: int32 [S], the last query's position + 1; block_table: int32 [S, blocks].
+    Rows of q past ``query_start[-1]`` come back as zeros. With few sequences their keys are cut into parts, so that the
+    last bits may depend on the number of sequences. ValueError for other tensors, IndexError for a table that points
+    outside its tensor.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.impls_native.paged_attention(
+            q, k_cache, v_cache, query_start, seq_lens, block_table, scale
+        )
+        return result
+    _check(q, k_cache, v_cache, (query_start, seq_lens, block_table))
+    out = torch.empty(q.shape, dtype=q.dtype)
+    if not q.numel():
+        return out
+    tensors = (q, k_cache, v_cache, out, query_start, seq_lens, block_table)
+    arguments = _Arguments(
+        *(x.data_ptr() for x in tensors),
+        seq_lens.shape[0],
+        q.shape[0],
+        k_cache.shape[0],
+        q.shape[1],
+        k_cache.shape[2],
+        q.shape[2],
+        k_cache.shape[1],
+        block_table.shape[1],
+        q.stride()[:2],
+        k_cache.stride()[:3],
+        v_cache.stride()[:3],
+        scale,
+        q.dtype == torch.bfloat16,
+        k_cache.dtype == torch.bfloat16,
+        num_threads(),
+    )
+    status = _paged_attention()(arguments)
+    if status == 1:
+        raise IndexError("query_start, seq_lens or block_table point outside their tensors")
+    if status:
+        raise MemoryError("paged_attention: out of memory")
+    return out
+
+
+def _output_shape(q: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+# What torch.compile traces in place of a call through ctypes, which it cannot see into.
+torch.library.define(
+    "impls_native::paged_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, float scale)"
+    " -> Tensor",
+)
+torch.library.impl("impls_native::paged_attention", "CPU", paged_attention)
+torch.library.register_fake("impls_native::paged_attention", _output_shape)
