@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from harness.errors import BadInput, not_allowed
 from harness.limits import does_not_fit, memory_free_bytes
@@ -70,8 +70,9 @@ def option(group: str, name: str) -> dict[str, Any]:
     path = CONF_DIR / group / f"{name}.yaml"
     if not path.is_file():
         raise not_allowed(group, name, [other.stem for other in path.parent.glob("*.yaml")])
-    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
-    return loaded
+    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
 
 
 def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:

@@ -52,14 +52,13 @@ class Agreement:
 
 def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
     """Token by token over the requests that both finished; requests.parquet of one trial of each arm."""
-    mine = {row.request_id: row for row in reference.itertuples() if row.finish_reason in ("length", "stop")}
+    mine = finished_outputs(reference)
     requests = identical = common = total = 0
     divergences: list[Divergence] = []
-    for row in other.itertuples():
-        twin = mine.get(row.request_id)
-        if twin is None or row.finish_reason not in ("length", "stop"):
+    for request_id, theirs in finished_outputs(other).items():
+        ours = mine.get(request_id)
+        if ours is None:
             continue
-        ours, theirs = list(twin.output_token_ids), list(row.output_token_ids)
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         requests += 1
         total += len(ours)
@@ -67,8 +66,17 @@ def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
         if first is None:
             identical += len(ours) == len(theirs)
         else:
-            divergences.append(Divergence(str(row.request_id), first, int(ours[first]), int(theirs[first])))
+            divergences.append(Divergence(request_id, first, ours[first], theirs[first]))
     return Agreement(requests, identical, common, total, tuple(divergences))
+
+
+def finished_outputs(requests: pd.DataFrame) -> dict[str, list[int]]:
+    """Output token ids of the requests that came to their own end."""
+    ended = requests[requests.finish_reason.isin(["length", "stop"])]
+    return {
+        str(row["request_id"]): [int(token) for token in row["output_token_ids"]]
+        for row in ended[["request_id", "output_token_ids"]].to_dict("records")
+    }
 
 
 class TeacherForcer:
@@ -98,7 +106,7 @@ class TeacherForcer:
         self, agreement: Agreement, requests: Mapping[str, Request], reference: pd.DataFrame
     ) -> list[Divergence]:
         """The first divergences with the reference's gap at each."""
-        outputs = {row.request_id: list(row.output_token_ids) for row in reference.itertuples()}
+        outputs = finished_outputs(reference)
         return [
             replace(d, gap=self.top2_gap([*requests[d.request_id].prompt_token_ids, *outputs[d.request_id][: d.position]]))
             for d in agreement.divergences[:MAX_TEACHER_FORCED]

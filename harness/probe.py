@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,8 +46,7 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def _best_seconds(work: object, device: str, repeats: int = 5) -> float:
-    assert callable(work)
+def _best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> float:
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -63,7 +64,7 @@ def _gemm_flops_per_s(device: str) -> float:
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(n, n, device=device).to(dtype)
         a @ a
-        best = max(best, 2 * n**3 / _best_seconds(lambda a=a: a @ a, device, 2))  # type: ignore[misc]
+        best = max(best, 2 * n**3 / _best_seconds(partial(torch.mm, a, a), device, 2))
     return best
 
 

@@ -23,7 +23,7 @@ from harness.recorder import Recorder
 from harness.records import SCHEMA_VERSION, write_trial
 from harness.telemetry.gpu import gpu_source
 from harness.telemetry.host import HostSource, ProcessSource, host_load
-from harness.telemetry.sampler import Sampler
+from harness.telemetry.sampler import Sampler, Source
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
 from impls.models.cache import cache_dir
@@ -83,7 +83,7 @@ def run_trial(
     recorder = Recorder()
     memory = PeakMemory(device)
     gpus = gpu_source() if device == "cuda" else None
-    sources = [ProcessSource(), HostSource(), *([gpus] if gpus else [])]
+    sources: list[Source] = [ProcessSource(), HostSource(), *([gpus] if gpus else [])]
 
     def on_step(result: StepResult) -> None:
         progress.steps += result.stats is not None

@@ -379,8 +379,11 @@ class CausalLM(Protocol):
     """What an executor runs: a Llama-family model over the flattened rows of a step."""
 
     shape: ModelShape
+    method: LinearMethod
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
+    ) -> Tensor:
         """Final-normed hidden states [T, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -389,6 +392,9 @@ class CausalLM(Protocol):
 
 class Executor(ABC):
     """How a step is launched. Eager is the norm; compiled and graph variants must match it."""
+
+    model: CausalLM
+    attention: AttentionBackend
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
