@@ -1,8 +1,8 @@
 """Random numbers as a pure function of what they are for: (seed, request, position, purpose, candidate).
 
-No generator is advanced, so a sample depends neither on who shared the batch nor on how often a step was repeated, and
-no two uses share noise. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a stream's n-th value is ``mix(key + n * gamma)``.
-Only wrapping int64 arithmetic is used: CPU and CUDA give the same bits.
+No generator is advanced, so a sample depends neither on who shared the batch nor on how often a step was repeated,
+and no two uses share noise. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a stream's n-th value is
+``mix(key + n * gamma)``. Only wrapping int64 arithmetic is used: CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def uniform(keys: Tensor) -> Tensor:
     return ((bits >> 12).bitwise_and_((1 << 52) - 1).double() + 0.5) * 2.0**-52
 
 
-def exponential(keys: Tensor, num_candidates: int) -> Tensor:
-    """FP32 [R, num_candidates], standard exponential, positive and finite.
+def exponential(keys: Tensor, candidates: Tensor) -> Tensor:
+    """FP32 of the two shapes broadcast together: standard exponential noise, positive and finite.
 
     From 63 bits through log1p, so that the small values, which decide a race, keep their full relative precision.
     """
-    candidates = torch.arange(1, num_candidates + 1, device=keys.device)
-    bits = _mix_(keys.unsqueeze(1) + candidates * _GAMMA).bitwise_and_((1 << 63) - 1).bitwise_or_(1)
+    bits = _mix_(keys + (candidates + 1) * _GAMMA).bitwise_and_((1 << 63) - 1).bitwise_or_(1)
     return bits.float().mul_(2.0**-63).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

@@ -11,7 +11,7 @@ from impls.request import Sequence
 
 
 def accept_at_rate(sequences: Seq[Sequence], rate: float, device: torch.device) -> list[int]:
-    """How many drafts of each sequence stand, each independently with probability ``rate``, before the first that falls.
+    """How many drafts of each sequence stand before the first that falls, each with probability ``rate`` on its own.
 
     Not lossless: whoever uses it labels its output as emulated. What is accepted is still counted, not assumed.
     """

@@ -1,9 +1,9 @@
 """Verification of drafts: exact rejection sampling, which leaves the target's distribution as it was.
 
 Leviathan, Kalman, Matias (ICML 2023); Chen et al. (2023). A draft x drawn from q is *accepted* with probability
-min(1, p(x)/q(x)); the first rejected one is replaced by a draw from max(p - q, 0) (*recovered*); if all stand, the target
-adds one of its own (*bonus*). A draft without probabilities is one-hot: accepted with p(x), recovered from p without x.
-That rule is exact for any draft, however it was chosen. Draws of different purpose never share noise.
+min(1, p(x)/q(x)); the first rejected one is replaced by a draw from max(p - q, 0) (*recovered*); if all stand, the
+target adds one of its own (*bonus*). A draft without probabilities is one-hot: accepted with p(x), recovered from p
+without x. That rule is exact for any draft, however it was chosen. Draws of different purpose never share noise.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ def test_ngram_work_is_the_new_tokens_only() -> None:
         reads = 0
 
         def __getitem__(self, item):  # type: ignore[no-untyped-def]
-            Counted.reads += 1
-            return super().__getitem__(item)
+            found = super().__getitem__(item)
+            Counted.reads += len(found) if isinstance(item, slice) else 1
+            return found
 
     proposer = NgramProposer(vocab_size=VOCAB, shape=SHAPE, num_draft_tokens=4, min_ngram=1, max_ngram=3)
     seq = Sequence(Request("a", (0,)), token_ids=Counted(i * i % 97 for i in range(5000)))
@@ -90,7 +91,7 @@ def test_ngram_work_is_the_new_tokens_only() -> None:
     Counted.reads = 0
     seq.token_ids += [1, 2]
     proposer.propose([seq], {"a": 4}, NoRunner())
-    assert 0 < Counted.reads < 20
+    assert 0 < Counted.reads < 40
 
 
 def test_ngram_forgets_a_finished_sequence() -> None:

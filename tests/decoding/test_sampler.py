@@ -120,6 +120,17 @@ def test_the_race_draws_in_proportion_and_never_what_has_no_weight() -> None:
     assert chisquare(counts[keep], wanted[keep]).pvalue > 1e-4
 
 
+def test_a_race_over_few_candidates_is_the_same_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch decides which way is taken, so the two must agree bit by bit."""
+    weights = torch.rand(200, 300, generator=torch.Generator().manual_seed(4))
+    weights[weights < 0.9] = 0
+    keys = position_keys([Request("r", (1,))] * 200, range(200), Purpose.SAMPLE, torch.device("cpu"))
+    sparse = sampler.race(weights, keys)
+    monkeypatch.setattr(sampler, "_SPARSE", 10**9)
+    assert torch.equal(sampler.race(weights, keys), sparse)
+    assert sparse.unique().numel() > 50
+
+
 def test_greedy_and_sampled_sequences_share_a_batch() -> None:
     logits = torch.randn(40, 11, generator=torch.Generator().manual_seed(3))
     sequences = [Sequence(Request(str(i), (1,), SamplingParams(temperature=i % 2 * 1.0))) for i in range(40)]

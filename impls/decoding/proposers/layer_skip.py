@@ -1,4 +1,4 @@
-"""The target's own first layers draft, then final norm and head (self-speculation, LayerSkip: Elhoushi et al., 2024)."""
+"""The target's own first layers draft, then final norm and head (LayerSkip: Elhoushi et al., 2024)."""
 
 from __future__ import annotations
 

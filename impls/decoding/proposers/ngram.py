@@ -68,11 +68,14 @@ class NgramProposer(Proposer):
         tokens = seq.token_ids
         index = self._indices.setdefault(seq.seq_id, _Index())
         # The suffix itself, which nothing follows yet, stays out: only n-grams that end before the last token go in.
-        for end in range(index.indexed + 1, len(tokens)):
-            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                gram = tuple(tokens[end - n : end])
-                if self.latest or gram not in index.follows:
+        for n in range(self.min_ngram, self.max_ngram + 1):
+            first = max(index.indexed + 1, n)
+            new = tokens[first - n : len(tokens) - 1]
+            for end, gram in enumerate(zip(*(new[i:] for i in range(n)), strict=False), first):
+                if self.latest:
                     index.follows[gram] = end
+                else:
+                    index.follows.setdefault(gram, end)
         index.indexed = max(index.indexed, len(tokens) - 1)
         for n in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
             start = index.follows.get(tuple(tokens[-n:]))
