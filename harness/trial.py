@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from harness.drive import RealClock, drive
-from harness.limits import Peaks, StepCost, step_cost, utilisation
+from harness.limits import StepCost, step_cost
 from harness.memory import PeakMemory
 from harness.metrics import compute_metrics
 from harness.probe import peaks
@@ -122,15 +122,17 @@ def run_trial(
         last_arrival_s=stream.last_arrival_s,
         max_num_seqs=int(config["batching"]["max_num_seqs"]),
         kv_layout=str(config["kv_cache"]["name"]),
-        slo=dict(config["slo"]),
+        slo={key: limit for key, limit in config["slo"].items() if key != "name"},
         price_per_hour=config["price"].get("per_hour"),
         extras={
             "weights_bytes": engine.weights_bytes,
             "peak_memory_bytes": peak_memory,
             "startup_s": startup_s,
+            "peaks": roof,
+            "speculation": engine.decoder.uses_proposer,
+            "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
     )
-    metrics |= _utilisation(steps, window, roof)
     status = "ok" if completed else "aborted"
     run = {
         "schema_version": SCHEMA_VERSION,
@@ -186,12 +188,6 @@ def kernels(engine: Engine) -> dict[str, str]:
 def emulated(engine: Engine) -> list[str]:
     parts = (engine.executor.model.method, engine.decoder)
     return [note for note in (getattr(part, "emulated", None) for part in parts) if note]
-
-
-def _utilisation(steps: Any, window: Mapping[str, Any], roof: Peaks) -> dict[str, float | None]:
-    seconds = (window["end_s"] or 0.0) - (window["start_s"] or 0.0)
-    inside = steps[(steps["end_s"] > window["start_s"]) & (steps["start_s"] < window["end_s"])] if seconds > 0 else steps[:0]
-    return utilisation(inside[["flops", "bytes"]].to_dict("records"), roof, seconds)
 
 
 def _busy_host(load: Mapping[str, float]) -> list[str]:
