@@ -34,9 +34,10 @@ class SpeculativeDecoder(Decoder):
         if rate is not None:
             if not 0 <= rate <= 1:
                 reasons.append(f"decoding.acceptance_rate={rate} must lie in [0, 1]")
-            source = arm.axes.get("model", {}).get("source")
-            if source != "synthetic":
-                reasons.append(f"decoding.acceptance_rate is for synthetic weights, not for model.source={source}")
+            model = arm.axes.get("model", {})
+            if model.get("source") != "synthetic" or model.get("path"):
+                origin = model.get("path") or model.get("source")
+                reasons.append(f"decoding.acceptance_rate is for synthetic weights: {origin} has a rate of its own")
         num_draft_tokens = arm.axes.get("proposer", {}).get("num_draft_tokens", 0)
         if num_draft_tokens < 1:
             reasons.append(f"decoding=speculative needs proposer.num_draft_tokens >= 1, not {num_draft_tokens}")

@@ -175,7 +175,7 @@ def test_catching_up_after_any_number_of_acceptances(accepted: int) -> None:
     for seq in batch:
         drafted = drafts[seq.seq_id].token_ids
         other = [(drafted[accepted] if accepted < 3 else drafted[0]) + 1]
-        seq.token_ids += drafted[:accepted] + [other[0] % VOCAB]
+        seq.token_ids += [*drafted[:accepted], other[0] % VOCAB]
     runner.calls.clear()
     again = proposer.propose(batch, {"0": 3, "1": 3}, runner)
     fed = 2 if accepted == 3 else 1
@@ -212,7 +212,7 @@ def test_layer_skip_feeds_only_what_the_target_has_not_computed() -> None:
         assert all(new == [seq.token_ids[-1]] for seq, new in zip(batch, runner.calls[0].values(), strict=True))
         for seq in batch:
             assert drafts[seq.seq_id].token_ids == greedy_continuation(runner, seq.token_ids, 3)
-            seq.token_ids += drafts[seq.seq_id].token_ids[:1] + [0]
+            seq.token_ids += [*drafts[seq.seq_id].token_ids[:1], 0]
     assert runner.options == {("target", 2)}
     assert not proposer.needs_draft_model
 

@@ -154,6 +154,9 @@ def test_validate() -> None:
     assert SpeculativeDecoder.validate(arm(decoding={"acceptance_rate": 0.5}, model=synthetic)) == []
     [reason] = SpeculativeDecoder.validate(arm(decoding={"acceptance_rate": 0.5}, model={"source": "gguf"}))
     assert "synthetic" in reason and "gguf" in reason
+    real = {"source": "synthetic", "path": "weights.gguf"}  # a path replaces the synthetic weights
+    [reason] = SpeculativeDecoder.validate(arm(decoding={"acceptance_rate": 0.5}, model=real))
+    assert "weights.gguf" in reason
     [reason] = SpeculativeDecoder.validate(arm(decoding={"acceptance_rate": 1.5}, model=synthetic))
     assert "[0, 1]" in reason
     [reason] = SpeculativeDecoder.validate(arm(proposer={"num_draft_tokens": 0}))
