@@ -23,10 +23,8 @@ class NativeAttention(AttentionBackend):
         return reasons
 
     def prepare(self, batch: StepBatch) -> None:
-        self._batch = batch
+        scale = self.shape.head_dim**-0.5
+        self._attend = native.PagedAttention(batch.query_start, batch.seq_lens, batch.block_table, scale)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
-        batch = self._batch
-        return native.paged_attention(
-            q, k_cache, v_cache, batch.query_start, batch.seq_lens, batch.block_table, self.shape.head_dim**-0.5
-        )
+        return self._attend(q, k_cache, v_cache)

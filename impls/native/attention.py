@@ -44,7 +44,7 @@ def _paged_attention() -> Callable[..., Any]:
     return function
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> None:
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if q.dim() != 3 or q.dtype not in DTYPES or q.stride(2) != 1 or q.device.type != "cpu":
         raise ValueError(f"q must be FP32 or BF16 [T, H, D] on the CPU, dense in D, not {describe(q)}")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -59,12 +59,64 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: tuple[Tensor, Te
             f"q {list(q.shape)} does not fit a cache of {k_cache.shape[2]} heads of {k_cache.shape[3]} (at most"
             f" {MAX_HEAD_DIM})"
         )
-    query_start, seq_lens, block_table = tables
-    sequences = seq_lens.shape[0]
-    wanted = (("query_start", query_start, (sequences + 1,)), ("seq_lens", seq_lens, (sequences,)))
-    for name, x, shape in (*wanted, ("block_table", block_table, (sequences, block_table.shape[-1]))):
-        if x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
-            raise ValueError(f"{name} must be contiguous int32 {list(shape)} on the CPU, not {describe(x)}")
+
+
+class PagedAttention:
+    """Causal attention of one step's sequences, called once for every layer: the tables are checked only once.
+
+    query_start: int32 [S + 1]; seq_lens: int32 [S], the last query's position + 1; block_table: int32 [S, blocks]; all
+    contiguous, on the CPU. ValueError for others.
+    """
+
+    def __init__(self, query_start: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float) -> None:
+        sequences = seq_lens.shape[0]
+        shapes = ((sequences + 1,), (sequences,), (sequences, block_table.shape[-1]))
+        self._tables = (query_start, seq_lens, block_table)
+        for name, x, shape in zip(("query_start", "seq_lens", "block_table"), self._tables, shapes, strict=True):
+            if x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
+                raise ValueError(f"{name} must be contiguous int32 {list(shape)} on the CPU, not {describe(x)}")
+        self._scale = scale
+        self._kernel = _paged_attention()
+        self._arguments = _Arguments(scale=scale, num_seqs=sequences, table_width=block_table.shape[-1])
+        for name, x in zip(("query_start", "seq_lens", "block_table"), self._tables, strict=True):
+            setattr(self._arguments, name, x.data_ptr())
+        self._seen: tuple[object, ...] = ()
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """softmax(scale * Q K^T) V in FP32, in q's shape and dtype.
+
+        q: FP32 or BF16 [T, H, D]; caches: FP32 or BF16 [num_blocks, block_size, Hkv, D]; any strides but D's. Rows of q
+        past ``query_start[-1]`` come back as zeros. With few sequences their keys are cut into parts, so that the last
+        bits may depend on the number of sequences. ValueError for other tensors, IndexError for a table that points
+        outside its tensor.
+        """
+        if torch.compiler.is_compiling():
+            result: Tensor = torch.ops.impls_native.paged_attention(q, k_cache, v_cache, *self._tables, self._scale)
+            return result
+        arguments = self._arguments
+        seen = (q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
+                v_cache.stride(), v_cache.dtype)  # fmt: skip
+        if seen != self._seen:
+            _check(q, k_cache, v_cache)
+            self._describe(q, k_cache, v_cache)
+            self._seen = seen
+        out = torch.empty(q.shape, dtype=q.dtype)
+        arguments.q, arguments.k, arguments.v = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+        arguments.out, arguments.threads = out.data_ptr(), num_threads()
+        status = self._kernel(arguments) if q.numel() else 0
+        if status == 1:
+            raise IndexError("query_start, seq_lens or block_table point outside their tensors")
+        if status:
+            raise MemoryError("paged_attention: out of memory")
+        return out
+
+    def _describe(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        arguments = self._arguments
+        arguments.num_tokens, arguments.heads, arguments.dim = q.shape
+        arguments.num_blocks, arguments.block_size, arguments.kv_heads, _ = k_cache.shape
+        arguments.q_stride[:], arguments.k_stride[:] = q.stride()[:2], k_cache.stride()[:3]
+        arguments.v_stride[:] = v_cache.stride()[:3]
+        arguments.q_bf16, arguments.kv_bf16 = q.dtype == torch.bfloat16, k_cache.dtype == torch.bfloat16
 
 
 def paged_attention(
@@ -76,48 +128,8 @@ def paged_attention(
     block_table: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal softmax(scale * Q K^T) V of every sequence's queries over its blocks, in FP32; q's shape and dtype.
-
-    q: FP32 or BF16 [T, H, D]; caches: FP32 or BF16 [num_blocks, block_size, Hkv, D]; any strides but D's.
-    query_start: int32 [S + 1]; seq_lens: int32 [S], the last query's position + 1; block_table: int32 [S, blocks].
-    Rows of q past ``query_start[-1]`` come back as zeros. With few sequences their keys are cut into parts, so that the
-    last bits may depend on the number of sequences. ValueError for other tensors, IndexError for a table that points
-    outside its tensor.
-    """
-    if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.impls_native.paged_attention(
-            q, k_cache, v_cache, query_start, seq_lens, block_table, scale
-        )
-        return result
-    _check(q, k_cache, v_cache, (query_start, seq_lens, block_table))
-    out = torch.empty(q.shape, dtype=q.dtype)
-    if not q.numel():
-        return out
-    tensors = (q, k_cache, v_cache, out, query_start, seq_lens, block_table)
-    arguments = _Arguments(
-        *(x.data_ptr() for x in tensors),
-        seq_lens.shape[0],
-        q.shape[0],
-        k_cache.shape[0],
-        q.shape[1],
-        k_cache.shape[2],
-        q.shape[2],
-        k_cache.shape[1],
-        block_table.shape[1],
-        q.stride()[:2],
-        k_cache.stride()[:3],
-        v_cache.stride()[:3],
-        scale,
-        q.dtype == torch.bfloat16,
-        k_cache.dtype == torch.bfloat16,
-        num_threads(),
-    )
-    status = _paged_attention()(arguments)
-    if status == 1:
-        raise IndexError("query_start, seq_lens or block_table point outside their tensors")
-    if status:
-        raise MemoryError("paged_attention: out of memory")
-    return out
+    """`PagedAttention` for a single layer."""
+    return PagedAttention(query_start, seq_lens, block_table, scale)(q, k_cache, v_cache)
 
 
 def _output_shape(q: Tensor, *rest: object) -> Tensor:

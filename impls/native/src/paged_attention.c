@@ -16,7 +16,7 @@ struct attention {
     int64_t q_stride[2], k_stride[3], v_stride[3];  // in elements: (token, head) and (block, slot, head)
     float scale;
     int32_t q_bf16, kv_bf16, threads;
-    // Derived below; the caller leaves them 0.
+    // Derived from the rest, in the kernel's own copy.
     int64_t group, wide, tile_tokens, splits, tiles;
     int64_t *tiles_before;
     float *partial;
@@ -169,6 +169,34 @@ static struct item find_item(const struct attention *a, int64_t index) {
     return item;
 }
 
+struct rows {
+    int64_t count;
+    const void *keys[KEYS], *values[KEYS];
+};
+
+// Where the next keys and values lie, from `key` on; fetches them, for they are strided and no hardware guesses them.
+INLINE void find_rows(const struct attention *a, const struct item *item, int64_t key, int64_t end, struct rows *rows) {
+    rows->count = end - key < KEYS ? end - key : KEYS;
+    if (rows->count <= 0) return;
+    const int32_t *block = a->block_table + item->seq * a->table_width + key / a->block_size;
+    const int64_t bytes = a->dim * (a->kv_bf16 ? 2 : 4);
+    int64_t slot = key % a->block_size;
+    for (int64_t j = 0; j < rows->count; j++) {
+        const int64_t k = *block * a->k_stride[0] + slot * a->k_stride[1] + item->kv_head * a->k_stride[2];
+        const int64_t v = *block * a->v_stride[0] + slot * a->v_stride[1] + item->kv_head * a->v_stride[2];
+        rows->keys[j] = at(a->k, k, a->kv_bf16);
+        rows->values[j] = at(a->v, v, a->kv_bf16);
+        for (int64_t line = 0; line < bytes; line += 64) {
+            __builtin_prefetch((const char *)rows->keys[j] + line);
+            __builtin_prefetch((const char *)rows->values[j] + line);
+        }
+        if (++slot == a->block_size) {
+            slot = 0;
+            block++;
+        }
+    }
+}
+
 // One step of the online softmax: scores of `count` keys from `key` on become weights in place.
 INLINE void weigh(const struct attention *a, const struct item *item, int64_t key, int64_t count, float *scores,
                   float *acc, float *top, float *sum) {
@@ -231,24 +259,22 @@ INLINE void attend(const struct attention *a, int64_t index, const int kv_bf16) 
     }
     memset(acc, 0, (size_t)(rows * wide) * 4);
 
-    const int32_t *table = a->block_table + item.seq * a->table_width;
     const int64_t share = ((item.last_key + a->splits - 1) / a->splits + KEYS - 1) / KEYS * KEYS;
     const int64_t begin = index % a->splits * share;
     const int64_t end = begin + share < item.last_key ? begin + share : item.last_key;
+    struct rows here, ahead;
+    find_rows(a, &item, begin, end, &ahead);
     for (int64_t key = begin; key < end; key += KEYS) {
-        const int64_t count = end - key < KEYS ? end - key : KEYS;
-        const void *rows_of[KEYS];
+        here = ahead;
+        const int64_t count = here.count;
+        find_rows(a, &item, key + KEYS, end, &ahead);
         for (int64_t j = 0; j < count; j++) {
-            const int64_t block = table[(key + j) / a->block_size], slot = (key + j) % a->block_size;
-            const int64_t head = item.kv_head;
-            rows_of[j] = at(a->k, block * a->k_stride[0] + slot * a->k_stride[1] + head * a->k_stride[2], kv_bf16);
-            const void *value = at(a->v, block * a->v_stride[0] + slot * a->v_stride[1] + head * a->v_stride[2], kv_bf16);
-            widen_row(values + j * wide, value, dim, kv_bf16);
+            widen_row(values + j * wide, here.values[j], dim, kv_bf16);
             for (int64_t d = dim; d < wide; d++) values[j * wide + d] = 0;
         }
         for (int64_t j = 0; j < count; j += PANEL) {
-            const int here = count - j < PANEL ? (int)(count - j) : PANEL;
-            key_panel(keys + j * wide, rows_of + j, here, dim, wide, kv_bf16);
+            const int lanes = count - j < PANEL ? (int)(count - j) : PANEL;
+            key_panel(keys + j * wide, here.keys + j, lanes, dim, wide, kv_bf16);
             multiply(0, rows, q, wide, keys + j * wide, PANEL, wide, scores + j, KEYS);
         }
         weigh(a, &item, key, count, scores, acc, top, sum);
@@ -305,8 +331,9 @@ static int inside(const struct attention *a) {
 }
 
 // 0; 1 if a table points outside its tensor; 2 if memory ran out.
-EXPORT int paged_attention(struct attention *a) {
-    if (!inside(a)) return 1;
+EXPORT int paged_attention(const struct attention *given) {
+    if (!inside(given)) return 1;
+    struct attention call = *given, *a = &call;
     a->group = a->heads / a->kv_heads;
     a->wide = (a->dim + PANEL - 1) / PANEL * PANEL;
     a->tile_tokens = a->group < ROWS ? ROWS / a->group : 1;
@@ -314,6 +341,7 @@ EXPORT int paged_attention(struct attention *a) {
     if (!a->tiles_before) return 2;
     int64_t longest = 0, widest = 0;
     a->tiles = 0;
+    a->partial = NULL;
     for (int64_t s = 0; s < a->num_seqs; s++) {
         const int64_t query_len = a->query_start[s + 1] - a->query_start[s];
         a->tiles_before[s] = a->tiles;
