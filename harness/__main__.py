@@ -19,7 +19,7 @@ from harness.compose import CONF, quoted
 from harness.console import make_console, plan_lines, summary_table
 from harness.errors import BadInput, not_allowed
 from harness.help import help_text
-from harness.study import KEPT, Plan, open_run, pending_blocks, statuses
+from harness.study import KEPT, Plan, open_run, pending_blocks, planned_configs, statuses
 
 HELP_FLAGS = ("-h", "--help")
 SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")  # answered by Hydra, nothing is run
@@ -29,15 +29,15 @@ MULTIRUN_FLAGS = ("-m", "--multirun")  # what is meant anyway
 def main(
     argv: Sequence[str],
     *,
-    job: Callable[[DictConfig], None] = hydra_job,
-    finish: Callable[[Path], list[Path]] | None = None,
+    launch: Callable[[Path, Sequence[str]], None] | None = None,
+    finish: Callable[[Path, Plan], list[Path]] | None = None,
 ) -> int:
-    """Run a command line. ``job`` runs one block; ``finish`` makes the summary and the report from the records."""
+    """Run a command line; the exit status. ``launch`` runs the blocks, ``finish`` makes files of the records."""
     if any(flag in HELP_FLAGS for flag in argv):
         print(help_text())
         return 0
     if any(flag.partition("=")[0] in SHOW_FLAGS for flag in argv):
-        hand_over(job, argv)
+        hand_over(hydra_job, argv)
         return 0
     run_dir: Path | None = None
     try:
@@ -47,10 +47,8 @@ def main(
             for line in plan_lines(run_dir, plan):
                 console.print(line, markup=False, soft_wrap=True)
             if pending_blocks(run_dir, plan):
-                launcher = [o for o in dict.fromkeys([*plan["overrides"], *overrides]) if o.startswith("hydra")]
-                hand_over(job, [*launcher, f"run_dir={quoted(str(run_dir))}"])
-            made = (finish or finish_study)(run_dir)
-            for path in made:
+                (launch or launch_blocks)(run_dir, [*plan["overrides"], *overrides])
+            for path in (finish or finish_study)(run_dir, plan):
                 console.print(path, markup=False, soft_wrap=True)
             return exit_status(run_dir, plan)
     except BadInput as error:
@@ -64,6 +62,12 @@ def main(
         return 130
 
 
+def launch_blocks(run_dir: Path, overrides: Sequence[str], job: Callable[[DictConfig], None] = hydra_job) -> None:
+    """Through Hydra's launcher, as the overrides that concern it say; the rest of them is in the plan."""
+    launcher = dict.fromkeys(override for override in overrides if override.startswith("hydra"))
+    hand_over(job, [*launcher, f"run_dir={quoted(str(run_dir))}"])
+
+
 def hand_over(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
     """Hydra's own entry point on these arguments; our sweeper finds the plan in `run_dir`."""
     own = sys.argv
@@ -75,11 +79,13 @@ def hand_over(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> No
         sys.argv = own
 
 
-def finish_study(run_dir: Path) -> list[Path]:
-    """Summary, table and dashboard of what is recorded; returns the files made."""
+def finish_study(run_dir: Path, plan: Plan) -> list[Path]:
+    """Equivalence of the arms, summary, table and dashboard of what is recorded; returns the files made."""
+    from harness.equivalence import check_study
     from harness.report import build
     from harness.summary import summarize
 
+    check_study(run_dir, planned_configs(plan), plan["baseline"])
     make_console().print(summary_table(summarize(run_dir)))
     build(run_dir)
     return [run_dir / "summary.json", run_dir / "report.html"]

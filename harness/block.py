@@ -38,7 +38,7 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
     plan = read_plan(run_dir)
     configs = planned_configs(plan)
     run_one = run_one or (run_inline if plan["isolation"] == "inline" else run_isolated)
-    with Reporter(run_dir, plan) as reporter:
+    with Reporter(run_dir, plan, block) as reporter:
         for arm in plan["order"][block]:
             if recorded_status(run_dir, arm, block) in KEPT:
                 continue

@@ -16,7 +16,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.check import check_targets, check_value, check_values
@@ -55,8 +55,7 @@ def compose_config(overrides: tuple[str, ...]) -> dict[str, Any]:
     """The whole resolved configuration, checked. ``overrides`` holds no sweep. BadInput says what is wrong with it."""
     parsed = parse(overrides)
     with hydra_session():
-        defaults = _compose([o.input_line or "" for o in parsed if is_group_choice(o)])
-        composed = _compose(list(overrides))
+        composed, choices = _compose(list(overrides))
     try:
         config = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -71,7 +70,7 @@ def compose_config(overrides: tuple[str, ...]) -> dict[str, Any]:
     for override in parsed:
         if not is_group_choice(override) and not override.is_hydra_override():
             key = override.key_or_group
-            check_value(key, OmegaConf.select(composed, key), default=OmegaConf.select(defaults, key))
+            check_value(key, OmegaConf.select(composed, key), default=_declared(key, choices))
     check_values(resolved)
     return resolved
 
@@ -105,11 +104,35 @@ def quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def _compose(overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The configuration, and which option each group and sub-group chose."""
     try:
-        return compose("config", overrides=overrides)
+        config = compose("config", overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
+    choices = {str(group): str(choice) for group, choice in config.hydra.runtime.choices.items()}
+    with open_dict(config):
+        del config["hydra"]
+    return config, choices
+
+
+def _declared(key: str, choices: dict[str, str]) -> Any:
+    """The value that conf/ gives a key before anything overrides it; None if it says null or nothing."""
+    parts = key.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        group = "/".join(parts[:length])
+        if group in choices:
+            value = OmegaConf.select(_load(f"{group}/{choices[group]}"), ".".join(parts[length:]))
+            if value is not None:
+                return value
+    return OmegaConf.select(_load("config"), key)
+
+
+@functools.cache
+def _load(name: str) -> DictConfig:
+    loaded = OmegaConf.load(CONF / f"{name}.yaml")
+    assert isinstance(loaded, DictConfig)
+    return loaded
 
 
 def _check_key(override: Override, loader: ConfigLoader) -> None:

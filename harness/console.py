@@ -27,11 +27,15 @@ def make_console() -> Console:
 class Reporter:
     """Follows one block; what earlier blocks took is read from their records, so the ETA spans the whole study."""
 
-    def __init__(self, run_dir: Path, plan: Plan) -> None:
+    def __init__(self, run_dir: Path, plan: Plan, block: int) -> None:
         self._run_dir, self._plan = run_dir, plan
         recorded = statuses(run_dir, plan)
         self._total = len(recorded)
-        self._left = [trial for trial, status in recorded.items() if status not in KEPT]
+        self._left = [  # what failed in an earlier block has had its turn
+            (arm, trial)
+            for (arm, trial), status in recorded.items()
+            if status is None or (status not in KEPT and trial >= block)
+        ]
         self._wall_s: dict[str, list[float]] = {}
         self._compared: set[tuple[str, str]] = set()
         for (arm, trial), status in recorded.items():

@@ -123,7 +123,11 @@ def check_traffic(configs: Mapping[str, Mapping[str, Any]], seed: int) -> None:
         try:
             source = open_model(config["model"])
             build_stream(
-                config["workload"], seed=seed, tokenizer=source.tokenizer, max_model_len=max_model_len(config, source)
+                config["workload"],
+                seed=seed,
+                tokenizer=source.tokenizer,
+                max_model_len=max_model_len(config, source),
+                vocab_size=source.shape.vocab_size,
             )
         except (ValueError, OSError) as error:
             raise BadInput(one_line(str(error))) from error
@@ -143,8 +147,8 @@ def planned_configs(plan: Plan) -> dict[str, dict[str, Any]]:
     """
     composed = {}
     for name, arm in plan["arms"].items():
-        budget = int(arm["config"]["kv_cache"]["budget_bytes"])
-        composed[name] = compose_arm([*arm["overrides"], f"kv_cache.budget={budget}"])
+        composed[name] = compose_arm(arm["overrides"])
+        composed[name]["kv_cache"]["budget"] = int(arm["config"]["kv_cache"]["budget_bytes"])  # settled, once
     configs = resolve(composed)
     for name, config in configs.items():
         difference = _first_difference(plan["arms"][name]["config"], encode(config))

@@ -1,0 +1,146 @@
+"""A trial's child process: what it reports, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.isolate import Ending, run_isolated
+
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+job, fd = json.loads(sys.stdin.read()), int(sys.argv[1])
+def report(steps, phase="measuring"):
+    line = {"phase": phase, "steps": steps, "output_tokens": 2 * steps, "finished": 0, "requests": 4}
+    os.write(fd, (json.dumps(line) + "\\n").encode())
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[Ending, list[Mapping[str, Any]]]]:
+    def run(body: str, stall_s: float = 20.0) -> tuple[Ending, list[Mapping[str, Any]]]:
+        script = tmp_path / "child.py"
+        script.write_text(PRELUDE + body)
+        reports: list[Mapping[str, Any]] = []
+        job = {"out_dir": str(tmp_path / "out")}
+        ending = run_isolated(
+            job, stall_s=stall_s, on_progress=reports.append, command=[sys.executable, "-S", str(script)]
+        )
+        return ending, reports
+
+    return run
+
+
+def test_a_child_gets_its_job_reports_its_steps_and_ends(run: Any, tmp_path: Path) -> None:
+    ending, reports = run("report(1); report(2); time.sleep(.5); open(job['out_dir'], 'w').write('done')")
+    assert ending == Ending(None)
+    assert [r["steps"] for r in reports] == [1, 2]
+    assert (tmp_path / "out").read_text() == "done"
+
+
+def test_a_child_has_a_process_group_of_its_own(run: Any, tmp_path: Path) -> None:
+    run("open(job['out_dir'], 'w').write(str(os.getpgid(0)))")
+    assert int((tmp_path / "out").read_text()) != os.getpgid(0)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('no such\\nlayer')", "layer"),
+        ("print('said on stdout', flush=True); sys.exit(3)", "said on stdout"),
+        ("sys.exit(3)", "it printed nothing"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "lack of memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV"),
+    ],
+)
+def test_a_child_that_dies_says_why_in_one_line(run: Any, body: str, said: str) -> None:
+    ending, _ = run(body)
+    assert ending.error is not None and said in ending.error
+    assert "\n" not in ending.error and not ending.interrupted
+
+
+def test_no_step_for_stall_s_is_a_hang_and_its_helpers_die_too(run: Any, tmp_path: Path) -> None:
+    began = time.monotonic()
+    ending, _ = run(
+        "helper = subprocess.Popen(['sleep', '60'], pass_fds=[fd])\n"
+        "open(job['out_dir'], 'w').write(str(helper.pid)); report(3); time.sleep(60)",
+        stall_s=0.6,
+    )
+    assert ending.error == "hang: no step for 0.6 s (study.stall_s) while measuring, after 3 steps; killed"
+    assert time.monotonic() - began < 10
+    assert _is_gone(int((tmp_path / "out").read_text()))
+
+
+def test_reports_without_a_new_step_are_a_hang_as_well(run: Any) -> None:
+    ending, reports = run("for _ in range(300): report(1); time.sleep(.1)", stall_s=0.8)
+    assert ending.error is not None and "after 1 steps" in ending.error and len(reports) > 3
+
+
+def test_there_is_no_time_limit_while_steps_advance(run: Any) -> None:
+    ending, reports = run("for i in range(15): report(i); time.sleep(.1)", stall_s=0.9)
+    assert ending.error is None and len(reports) == 15
+
+
+def test_a_helper_that_keeps_the_pipe_open_does_not_delay_the_end(run: Any) -> None:
+    began = time.monotonic()
+    ending, _ = run("subprocess.Popen(['sleep', '60'], pass_fds=[fd]); report(1)")
+    assert ending.error is None and time.monotonic() - began < 10
+
+
+def test_ctrl_c_once_lets_the_child_finish_its_record(run: Any, tmp_path: Path) -> None:
+    with _signals(after=[0.8]):
+        ending, _ = run(
+            "def stop(*_): open(job['out_dir'], 'w').write('aborted'); sys.exit(0)\n"
+            "signal.signal(signal.SIGINT, stop)\nfor i in range(600): report(i); time.sleep(.1)"
+        )
+    assert ending == Ending(None, interrupted=True)
+    assert (tmp_path / "out").read_text() == "aborted"
+
+
+def test_ctrl_c_twice_kills_a_child_that_does_not_stop(run: Any) -> None:
+    began = time.monotonic()
+    with _signals(after=[0.5, 0.9]):
+        ending, _ = run("signal.signal(signal.SIGINT, signal.SIG_IGN)\nfor i in range(600): report(i); time.sleep(.1)")
+    assert ending.interrupted and ending.error is not None and "killed by the user" in ending.error
+    assert time.monotonic() - began < 10
+
+
+def test_the_previous_handler_is_restored(run: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run("pass")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class _signals:
+    """Sends SIGINT to this process at the given times."""
+
+    def __init__(self, after: list[float]) -> None:
+        self._timers = [threading.Timer(t, os.kill, (os.getpid(), signal.SIGINT)) for t in after]
+
+    def __enter__(self) -> None:
+        for timer in self._timers:
+            timer.start()
+
+    def __exit__(self, *raised: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+
+def _is_gone(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
