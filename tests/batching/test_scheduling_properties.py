@@ -62,7 +62,7 @@ def test_every_request_ends_once_within_every_limit(policy: type, cache: type, d
         assert all(sequence.preemptions == 0 for sequence in sim.ended.values()), "the whole length was reserved"
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(prompt=st.integers(1, 40), output=st.integers(1, 40), count=st.integers(1, 30), rows=st.integers(1, 9))
 def test_with_constant_lengths_both_policies_compute_the_same(prompt: int, output: int, count: int, rows: int) -> None:
     """The negative control: no early finisher and no padding, so nothing that continuous batching could win."""
@@ -89,7 +89,7 @@ def test_with_capped_exponential_outputs_static_computes_more() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_over_ten_thousand_sequences_costs_microseconds_each(policy: type) -> None:
-    """Nothing in a step is quadratic. Measured: about 1 us a sequence; the bound is coarse, for a busy machine."""
+    """Nothing in a step is quadratic. Measured: about 1 us of CPU time a sequence; the bounds are coarse."""
     per_sequence = {}
     for count in (1_000, 10_000):
         sim = build(policy, PagedCache, 64 * count, 64, 16, max_num_seqs=count, max_num_batched_tokens=8 * count)
@@ -98,21 +98,21 @@ def test_a_step_over_ten_thousand_sequences_costs_microseconds_each(policy: type
             sim.add(request(str(i), 4, 40))
         sim.scheduler.schedule(1.0)
         times = []
-        for _ in range(5):
+        for _ in range(3):
             for sequence in sim.live.values():
                 sim._advance(sequence, sequence.num_tokens - sequence.num_computed_tokens)
-            start = time.perf_counter()
+            start = time.process_time()
             step = sim.scheduler.schedule(1.0)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
             assert len(step.num_scheduled_tokens) == count
         per_sequence[count] = min(times) / count
     assert per_sequence[10_000] < 20e-6
     assert per_sequence[10_000] < 8 * per_sequence[1_000], "the cost of one grows with the number of all"
-    start = time.perf_counter()
+    start = time.process_time()
     for sequence in list(sim.live.values()):
         sequence.finish_reason = "stop"
         sim.scheduler.finish(sequence)
-    assert time.perf_counter() - start < 20e-6 * 10_000
+    assert time.process_time() - start < 20e-6 * 10_000
     assert sim.kv.num_free_blocks == sim.kv.num_blocks
 
 
