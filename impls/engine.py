@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from impls.decoding.sampler import NonFiniteLogitsError
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
@@ -102,10 +103,9 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
         mark = self._lap(stats, "forward_s", mark)
-        num_rows = sum(len(sequence.draft_token_ids) + 1 for sequence in decoding)
-        new_tokens = self.decoder.decode(decoding, logits[:num_rows], self._drafts)
+        decoding, new_tokens, unsound = self._decode(decoding, logits)
         mark = self._lap(stats, "sample_s", mark)
-        emissions += self._commit(step, decoding, new_tokens, stats, mark)
+        emissions += self._commit(step, decoding, new_tokens, unsound, stats, mark)
         mark = self._lap(stats, "commit_s", mark)
         if self.proposer is not None and self.decoder.uses_proposer:
             self.proposer.observe(batch, hidden)
@@ -169,6 +169,22 @@ class Engine:
         stats.num_logits_rows = len(batch.logits_indices)
         return batch, decoding
 
+    def _decode(
+        self, decoding: list[Sequence], logits: Tensor
+    ) -> tuple[list[Sequence], list[list[int]], list[Sequence]]:
+        """Sequences with their new tokens, and those whose logits are not finite: they fail, the others go on."""
+        counts = [len(sequence.draft_token_ids) + 1 for sequence in decoding]
+        rows = logits[: sum(counts)]  # what lies behind them belongs to dead rows
+        try:
+            return decoding, self.decoder.decode(decoding, rows, self._drafts), []
+        except NonFiniteLogitsError as error:
+            bad = frozenset(error.seq_ids)
+        parts = zip(decoding, torch.split(rows, counts), strict=True)
+        kept = [(sequence, part) for sequence, part in parts if sequence.seq_id not in bad]
+        sound = [sequence for sequence, _ in kept]
+        tokens = self.decoder.decode(sound, torch.cat([part for _, part in kept]), self._drafts) if kept else []
+        return sound, tokens, [sequence for sequence in decoding if sequence.seq_id in bad]
+
     @property
     def _dead(self) -> Mapping[str, Sequence]:
         return {sequence.seq_id: sequence for sequence in self.scheduler.running if sequence.finished}
@@ -178,10 +194,14 @@ class Engine:
         step: ScheduledStep,
         decoding: Seq[Sequence],
         new_tokens: Seq[Seq[int]],
+        unsound: Seq[Sequence],
         stats: StepStats,
         now: float,
     ) -> list[Emission]:
         emissions: list[Emission] = []
+        for sequence in unsound:
+            sequence.finish_reason = "error"
+            emissions.append(Emission(sequence.seq_id, (), now, "error", "the model's logits are not finite"))
         dead = set(step.dead_rows)
         for seq_id, count in step.num_scheduled_tokens.items():
             if seq_id not in dead:
@@ -203,7 +223,7 @@ class Engine:
             if seq_id not in dead:
                 self.kv.commit(seq_id, self._sequences[seq_id].num_computed_tokens)
         self._record_reservations(stats, dead)
-        for sequence in decoding:
+        for sequence in (*decoding, *unsound):
             if sequence.finished:
                 self._forget(sequence.seq_id)
                 del self._sequences[sequence.seq_id]
