@@ -172,7 +172,7 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     if len(files) != 1:
         raise ModelError(f"{folder} has {len(files)} safetensors files: needs one, or model.safetensors.index.json")
     with _opened(files[0]) as file:
-        return {name: files[0] for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        return dict.fromkeys(file.keys(), files[0])
 
 
 def sampled_fingerprint(files: list[Path]) -> str:

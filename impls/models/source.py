@@ -123,8 +123,9 @@ def _open_gguf(name: str, path: Path, limit: Any, fingerprint: str | None) -> Mo
 def _ids(*values: Any, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids are written as nothing, a number or a list of numbers."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
-    if bad := next((item for item in flat if not isinstance(item, int) or not 0 <= item < vocab_size), None):
-        raise ModelError(f"end-of-sequence id {bad!r} is not a token of a vocabulary of {vocab_size}")
+    for item in flat:
+        if not isinstance(item, int) or not 0 <= item < vocab_size:
+            raise ModelError(f"end-of-sequence id {item!r} is not a token of a vocabulary of {vocab_size}")
     return tuple(sorted(set(flat)))
 
 

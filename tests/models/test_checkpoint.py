@@ -16,11 +16,11 @@ from impls.models.source import open_model
 from impls.models.tensors import tensor_shapes
 from impls.seams import ModelShape
 
-CONFIG: dict[str, Any] = dict(
-    model_type="llama", vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
-    eos_token_id=[2, 3],
-)  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    "eos_token_id": [2, 3],
+}  # fmt: skip
 SHAPE = ModelShape(11, 8, 12, 1, 2, 1, 4, 64, rms_norm_eps=1e-6, tie_embeddings=True)
 
 
@@ -73,7 +73,7 @@ def test_max_model_len_is_at_most_the_models_own(tmp_path: Path) -> None:
     write(tmp_path)
     assert open_model({"path": tmp_path, "max_model_len": 20}).max_model_len == 20
     for wrong in (65, 0, "many"):
-        with pytest.raises(ModelError, match=f"max_model_len={wrong} must be between 1 and the model's own 64"):
+        with pytest.raises(ModelError, match=rf"max_model_len={wrong} must be between 1 and the model's own 64"):
             open_model({"path": tmp_path, "max_model_len": wrong})
 
 
@@ -167,7 +167,7 @@ def test_a_directory_that_cannot_be_read_is_refused(reason: str, tmp_path: Path)
 
 
 def test_a_missing_path_names_itself(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="model.path=.*nowhere does not exist"):
+    with pytest.raises(ModelError, match=r"model.path=.*nowhere does not exist"):
         open_model({"path": tmp_path / "nowhere", "source": "synthetic"})
-    with pytest.raises(ModelError, match="model.source='ftp' must be one of pypi, path, synthetic"):
+    with pytest.raises(ModelError, match=r"model.source='ftp' must be one of pypi, path, synthetic"):
         open_model({"source": "ftp"})

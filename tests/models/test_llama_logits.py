@@ -18,20 +18,21 @@ from impls.models.synthetic import SyntheticWeights
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = dict(
-    vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)  # fmt: skip
+SMALL = {
+    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 FAMILIES: dict[str, Any] = {
     "llama_untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
     "llama_biases": transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama3_rope": transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, head_dim=16),
     "linear_rope": transformers.LlamaConfig(
-        **SMALL, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+        **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
     "mistral": transformers.MistralConfig(**SMALL, head_dim=12, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
@@ -74,7 +75,7 @@ def test_the_real_model_matches_transformers_in_every_kind_of_step(real_model: M
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=1e5), attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5}, attn_implementation="eager",
     )  # fmt: skip
     weights = dict(real_model.weights())
     with torch.device("meta"):

@@ -63,9 +63,9 @@ def test_logits_are_neither_flat_nor_one_hot(tied: bool) -> None:
 
 
 def test_shape_errors_are_one_line() -> None:
-    with pytest.raises(ModelError, match="model.shape.hiden_size is not known: did you mean hidden_size"):
+    with pytest.raises(ModelError, match=r"model.shape.hiden_size is not known: did you mean hidden_size"):
         open_model(config("tiny", shape={"hiden_size": 3}))
-    with pytest.raises(ModelError, match="model.shape is incomplete"):
+    with pytest.raises(ModelError, match=r"model.shape is incomplete"):
         open_model(config("tiny", shape={"hidden_size": 3}))
-    with pytest.raises(ModelError, match="must hold the fields of a shape"):
+    with pytest.raises(ModelError, match=r"must hold the fields of a shape"):
         open_model(config("tiny", shape="llama3_8b"))

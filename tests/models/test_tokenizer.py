@@ -111,7 +111,7 @@ def test_a_directory_reads_what_was_saved(smollm: Tokenizer, tmp_path: Path) -> 
 
 def test_damage_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ModelError, match="cannot read .*tokenizer.json"):
+    with pytest.raises(ModelError, match=r"cannot read .*tokenizer.json"):
         tokenizer_from_directory(tmp_path)
     good = {key.replace("__", "."): value for key, value in byte_level_vocabulary().items()}
     assert tokenizer_from_gguf(good)[0] is not None
@@ -131,10 +131,10 @@ def test_damage_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{% for", "{{ raise_exception('only users') }}"])
 def test_a_template_cannot_reach_out_and_fails_in_one_line(template: str, smollm: Tokenizer) -> None:
     tokenizer = Tokenizer(FastTokenizer.from_str(smollm._fast.to_str()), chat_template=template)
-    with pytest.raises(ModelError, match="chat template") as caught:
+    with pytest.raises(ModelError, match=r"chat template") as caught:
         tokenizer.apply_chat_template(CHAT)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError, match=r"no chat template"):
         Tokenizer(smollm._fast).apply_chat_template(CHAT)
 
 
