@@ -41,7 +41,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """q [Q, H, D], keys and values [K, Hkv, D], positions int64 [Q]: row i sees keys 0..positions[i]. FP32 [Q, H, D]."""
+    """q [Q, H, D], keys and values [K, Hkv, D], positions int64 [Q]: row i sees keys 0..positions[i]."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[-1] ** -0.5

@@ -26,8 +26,8 @@ MIN_VIEW = 1024  # one-block sequences of at least this length are read in place
 class Group:
     """One kernel call: ``count`` sequences of ``query_len`` queries each, keys padded to ``kv_len``.
 
-    rows: which rows of q. blocks: the slice of the cache that holds the keys in place, or None and then ``slots`` (int64
-    [count * kv_len]) says what to gather. mask: additive (bool until the first layer shows the dtype) or None.
+    rows: which rows of q. blocks: the slice of the cache that holds the keys in place, or None, and then ``slots``
+    (int64 [count * kv_len]) says what to gather. mask: additive (bool until the first layer shows the dtype) or None.
     """
 
     rows: slice | Tensor
@@ -48,8 +48,8 @@ class SDPAAttention(AttentionBackend):
         self.query_heads_per_kv_head = shape.num_heads // shape.num_kv_heads
         self._groups: list[Group] = []
         self._covered = 0
-        self._copied_element_bytes = 0
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._stored_bytes = self._widened_bytes = 0  # per element, of the last step
+        self._buffers: dict[str, Tensor] = {}
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,8 @@ class SDPAAttention(AttentionBackend):
     # --- once a layer -------------------------------------------------------------------------------------------------
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
-        self._copied_element_bytes = k_cache.element_size()
+        self._stored_bytes = k_cache.element_size()
+        self._widened_bytes = 0 if q.dtype == k_cache.dtype else q.element_size()
         if len(self._groups) == 1 and self._covered == len(q) and isinstance(self._groups[0].rows, slice):
             return self._attend(q, k_cache, v_cache, self._groups[0])
         out = torch.empty_like(q) if self._covered == len(q) else torch.zeros_like(q)
@@ -126,23 +127,28 @@ class SDPAAttention(AttentionBackend):
 
     def _keys(self, name: str, cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
         """[count, Hkv, kv_len, D] in ``dtype``: a view of the cache, or a copy of the group's live positions."""
-        if group.blocks is not None:
-            return cache[group.blocks, : group.kv_len].transpose(1, 2).to(dtype)
-        assert group.slots is not None
         _, block_size, num_kv_heads, head_dim = cache.shape
-        if cache.stride(0) == block_size * cache.stride(1):
-            buffer = self._buffer(name, cache, len(group.slots))
-            torch.index_select(cache.flatten(0, 1), 0, group.slots, out=buffer)
-        else:  # interleaved storage: blocks cannot be flattened without copying the whole cache
-            buffer = cache[group.slots // block_size, group.slots % block_size]
-        return buffer.view(group.count, group.kv_len, num_kv_heads, head_dim).transpose(1, 2).to(dtype)
+        if group.blocks is not None:
+            keys = cache[group.blocks, : group.kv_len]
+        else:
+            assert group.slots is not None
+            if cache.stride(0) == block_size * cache.stride(1):
+                gathered = self._buffer(name, cache.dtype, len(group.slots), num_kv_heads, head_dim)
+                torch.index_select(cache.flatten(0, 1), 0, group.slots, out=gathered)
+            else:  # interleaved storage: blocks cannot be flattened without copying the whole cache
+                gathered = cache[group.slots // block_size, group.slots % block_size]
+            keys = gathered.view(group.count, group.kv_len, num_kv_heads, head_dim)
+        if keys.dtype != dtype:
+            wide = self._buffer(f"{name} as {dtype}", dtype, group.count * group.kv_len, num_kv_heads, head_dim)
+            keys = wide.view(keys.shape).copy_(keys)
+        return keys.transpose(1, 2)
 
-    def _buffer(self, name: str, cache: Tensor, length: int) -> Tensor:
-        held = self._buffers.get((name, cache.dtype))
+    def _buffer(self, name: str, dtype: torch.dtype, length: int, num_kv_heads: int, head_dim: int) -> Tensor:
+        held = self._buffers.get(name)
         if held is None or len(held) < length:
             with torch.inference_mode(False):  # else it could not be written outside of inference mode
-                held = torch.empty(2 * length, *cache.shape[2:], dtype=cache.dtype, device=cache.device)
-            self._buffers[name, cache.dtype] = held
+                held = torch.empty(2 * length, num_kv_heads, head_dim, dtype=dtype, device=self.device)
+            self._buffers[name] = held
         return held[:length]
 
     def _mask(self, group: Group, dtype: torch.dtype) -> Tensor | None:
@@ -155,10 +161,11 @@ class SDPAAttention(AttentionBackend):
         return group.mask
 
     def gathered_bytes(self, batch: StepBatch) -> int:
-        """Bytes of the copies made in the step just run (each is written once and read once more)."""
-        positions = sum(len(group.slots) for group in self._groups if group.slots is not None)
-        per_position = 2 * self.shape.num_kv_heads * self.shape.head_dim * self._copied_element_bytes
-        return positions * per_position * self.shape.num_layers
+        """Bytes written by the copies of the step just run: gathered as stored, then widened if q is wider."""
+        per_position = 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim
+        gathered = sum(len(group.slots) for group in self._groups if group.slots is not None)
+        keys = sum(group.count * group.kv_len for group in self._groups)
+        return per_position * (gathered * self._stored_bytes + keys * self._widened_bytes)
 
 
 def partition(query_lens: list[int], kv_lens: list[int], *, one_block: bool) -> list[list[int]]:

@@ -1,10 +1,13 @@
 """Paged attention in Triton: one kernel for prefill, chunks, decode and any mixture, and the merge of a split decode.
 
-Grid of the main kernel: (query blocks, KV heads, splits). A query block holds BLOCK_Q consecutive tokens of one sequence
-with all GROUP query heads of its KV head, so that a tile of keys is read once for all of them. How many blocks there are
-is bounded on the host from shapes alone; which sequence a block belongs to is found by binary search, so a captured
-graph replays for any lengths. Online softmax in FP32, in powers of two.
+Grid of the main kernel: (query blocks, KV heads, splits). A query block holds BLOCK_Q consecutive tokens of a sequence
+with all GROUP query heads of its KV head, so that a tile of keys is read once for all of them. The number of blocks is
+bounded on the host from shapes alone; which sequence a block belongs to is found by binary search, so a captured graph
+replays for any lengths. Online softmax in FP32, in powers of two.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# (The bodies of kernels are Triton, not Python: pointers and run-time scalars have no Python type.)
 
 from __future__ import annotations
 
@@ -116,9 +119,7 @@ def paged_attention_kernel(
         slot = (n % BLOCK_SIZE).to(tl.int64)
         loadable = n_valid[:, None] & d_valid[None, :]  # slots past the end are never read: they may hold NaN
         k = tl.load(
-            k_ptr
-            + (block * k_stride_b + slot * k_stride_s + kv_head * k_stride_h)[:, None]
-            + d[None, :] * k_stride_d,
+            k_ptr + (block * k_stride_b + slot * k_stride_s + kv_head * k_stride_h)[:, None] + d[None, :] * k_stride_d,
             mask=loadable,
             other=0.0,
         )
@@ -130,9 +131,7 @@ def paged_attention_kernel(
         rescale = tl.math.exp2(running_max - safe_max)
         running_sum = running_sum * rescale + tl.sum(p, 1)
         v = tl.load(
-            v_ptr
-            + (block * v_stride_b + slot * v_stride_s + kv_head * v_stride_h)[:, None]
-            + d[None, :] * v_stride_d,
+            v_ptr + (block * v_stride_b + slot * v_stride_s + kv_head * v_stride_h)[:, None] + d[None, :] * v_stride_d,
             mask=loadable,
             other=0.0,
         )
@@ -175,9 +174,7 @@ def merge_splits_kernel(
     overall = tl.max(maxima, 0)
     weight = tl.math.exp2(maxima - tl.where(overall == float("-inf"), 0.0, overall))  # an empty split weighs 0
     total = tl.sum(weight * tl.load(sum_ptr + first + split), 0)
-    parts = tl.load(
-        part_ptr + (first + split)[:, None] * HEAD_DIM + d[None, :], mask=d_valid[None, :], other=0.0
-    )
+    parts = tl.load(part_ptr + (first + split)[:, None] * HEAD_DIM + d[None, :], mask=d_valid[None, :], other=0.0)
     merged = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     out = out_ptr + row * out_stride_t + head * out_stride_h + d
     tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=d_valid)

@@ -1,5 +1,8 @@
 """The model's own operators fused by `torch.compile`; attention and the cache stay outside, as one opaque operator."""
 
+# mypy: allow-untyped-calls
+# (`torch.library.Library` carries no annotations.)
+
 from __future__ import annotations
 
 import copy
@@ -17,7 +20,6 @@ from torch import Tensor
 
 from impls.execution.eager import EagerExecutor, LayerStorage
 from impls.seams import Arm, AttentionBackend, CausalLM, LayerAttention, LinearMethod, PackedLinear, StepBatch
-
 
 # Operators take numbers, not objects: these find the object behind an id. Weak, so a finished trial can be freed.
 _executors: weakref.WeakValueDictionary[int, CompiledExecutor] = weakref.WeakValueDictionary()
@@ -64,8 +66,15 @@ class CompiledExecutor(EagerExecutor):
     """
 
     def __init__(
-        self, *, model: LinearModel, attention: AttentionBackend, storage: LayerStorage, device: torch.device
+        self,
+        *,
+        model: LinearModel,
+        attention: AttentionBackend,
+        storage: LayerStorage,
+        device: torch.device,
+        backend: str = "inductor",
     ) -> None:
+        """backend: of `torch.compile`. Anything but inductor traces without fusing, which is for debugging."""
         super().__init__(model=model, attention=attention, storage=storage, device=device)
         _executors[id(self)] = self
         self.attend: LayerAttention = _no_attention
@@ -75,7 +84,7 @@ class CompiledExecutor(EagerExecutor):
             with torch.inference_mode():  # shows every packed layer to OpaqueLinear before it is traced
                 one_row = torch.zeros(1, dtype=torch.int64)
                 self._whole_forward(one_row, one_row, None)
-        self._compiled = torch.compile(self._whole_forward)
+        self._compiled = torch.compile(self._whole_forward, backend=backend)
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:

@@ -1,4 +1,4 @@
-"""Decode steps recorded once as CUDA graphs and replayed: the host launches one graph instead of hundreds of kernels."""
+"""Decode steps recorded once as CUDA graphs and replayed: the host launches one graph, not hundreds of kernels."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Step:
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        """lens: (query_len, kv_len) of each sequence. layout: plain, interleaved (K and V share blocks) or heads_first."""
+        """lens: (query_len, kv_len) of each sequence. layout: as in `empty_caches`."""
         self.shape = shape or model_shape()
         self.device = torch.device(device)
         rng = np.random.default_rng(seed)

@@ -36,8 +36,9 @@ def test_matches_the_reference_at_other_head_shapes(heads, kv_heads, dim):
     torch.testing.assert_close(step.run(step.backend(SDPAAttention)), step.reference(), **tolerance(torch.float32))
 
 
-def test_queries_may_be_wider_than_the_cache():
-    step = Step(MIXED, block_size=16, dtype=torch.float32, cache_dtype=torch.bfloat16)
+@pytest.mark.parametrize("block_size", [16, CONTIGUOUS])
+def test_queries_may_be_wider_than_the_cache(block_size):
+    step = Step([*MIXED, (1, 64)], block_size=block_size, dtype=torch.float32, cache_dtype=torch.bfloat16)
     torch.testing.assert_close(step.run(step.backend(SDPAAttention)), step.reference(), **tolerance(torch.float32))
 
 
@@ -78,6 +79,10 @@ def test_gathered_bytes_counts_every_copied_position_in_every_layer():
     step.run(backend)
     padded = 2 * 30
     assert backend.gathered_bytes(step.batch) == 7 * 2 * padded * 2 * 64 * 4
+    narrow = Step([(1, 20), (1, 30)], block_size=16, cache_dtype=torch.bfloat16)
+    backend = SDPAAttention(narrow.shape, narrow.device)
+    narrow.run(backend)
+    assert backend.gathered_bytes(narrow.batch) == 2 * padded * 2 * 64 * (2 + 4)
 
 
 def test_rows_of_a_sequence_without_keys_are_zero():

@@ -148,7 +148,9 @@ def block_offsets_pass_two_to_the_31():
     step = Step([(1, 20), (3, 10)], block_size=16, shape=TINY, dtype=torch.bfloat16, shuffle=False, device=DEVICE)
     expected = run(step)
     stride = 2**30
-    far = virtual_bf16(2 * stride + step.k[0].numel()).as_strided((3, *step.k.shape[1:]), (stride, *step.k.stride()[1:]))
+    far = virtual_bf16(2 * stride + step.k[0].numel()).as_strided(
+        (3, *step.k.shape[1:]), (stride, *step.k.stride()[1:])
+    )
     for name in ("k", "v"):
         near = getattr(step, name)
         far.copy_(near[:3])

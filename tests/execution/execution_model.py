@@ -38,7 +38,7 @@ class PlainLinear(LinearMethod):
 class TinyModel:
     """Embedding, layers of norm, qkv with positions mixed in, attention and a gated MLP, norm, head."""
 
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, seed: int = 0, num_layers: int = SHAPE.num_layers) -> None:
         self.shape, self.method = SHAPE, PlainLinear(device)
         draw = torch.Generator().manual_seed(seed)
 
@@ -48,7 +48,7 @@ class TinyModel:
         rows = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim
         width, inner = SHAPE.hidden_size, SHAPE.intermediate_size
         sizes = [(rows, width), (width, width), (2 * inner, width), (width, inner)]
-        self.layers = [[self.method.pack(weight(*size)) for size in sizes] for _ in range(SHAPE.num_layers)]
+        self.layers = [[self.method.pack(weight(*size)) for size in sizes] for _ in range(num_layers)]
         self.embedding = weight(SHAPE.vocab_size, width).to(device)
         self.head = self.method.pack(weight(SHAPE.vocab_size, width))
 

@@ -14,29 +14,56 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(bool(missing_cpp_toolchain()), reason="; ".join(missing_cpp_toolchain()))
 
 
+def pair(num_layers: int, backend: str) -> tuple[CompiledExecutor, EagerExecutor]:
+    model = TinyModel(CPU, num_layers=num_layers)
+    parts = [
+        {"model": model, "attention": ReferenceAttention(SHAPE, CPU), "storage": TinyStorage(CPU), "device": CPU}
+        for _ in range(2)
+    ]
+    return CompiledExecutor(**parts[0], backend=backend), EagerExecutor(**parts[1])
+
+
+def assert_same(fused: CompiledExecutor, eager: EagerExecutor, lens: list[tuple[int, int]]) -> None:
+    batch = step(lens, CPU)
+    for ours, theirs in zip(fused.execute(batch), eager.execute(batch), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for layer in range(SHAPE.num_layers):
+        for ours, theirs in ((fused.storage.k, eager.storage.k), (fused.storage.v, eager.storage.v)):
+            torch.testing.assert_close(ours(layer), theirs(layer), atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 @needs_compiler
-def test_compiled_matches_eager_and_compiles_nothing_after_the_warm_up():
-    model = TinyModel(CPU)
-    fused, eager = (
-        kind(model=model, attention=ReferenceAttention(SHAPE, CPU), storage=TinyStorage(CPU), device=CPU)
-        for kind in (CompiledExecutor, EagerExecutor)
-    )
+def test_fused_kernels_match_eager():
+    """One layer, rows above 1: each shape class costs a C++ build of several seconds."""
+    fused, eager = pair(num_layers=1, backend="inductor")
+    assert_same(fused, eager, [(20, 20), (2, 2)])
+    assert_same(fused, eager, [(1, 21), (1, 3), (31, 31)])
+
+
+def test_nothing_is_compiled_after_the_warm_up():
+    fused, eager = pair(num_layers=2, backend="aot_eager")
     fused.warm_up(4)
     assert fused.storage.k(0).isnan().all(), "a warm-up must store nothing"
-    steps = [[(20, 20)], [(1, 21)], [(1, 22), (5, 5)], [(1, 23), (1, 6)], [(30, 53), (1, 7), (3, 3)]]
     torch.compiler.set_stance("fail_on_recompile")
     try:
-        for lens in steps:
-            batch = step(lens, CPU)  # prepared outside of inference mode, the warm-up's inside
-            expected, got = eager.execute(batch), fused.execute(batch)
-            torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=1e-4)
-        with torch.inference_mode():
-            assert fused.execute(step(steps[-1], CPU))[0].isfinite().all()
+        for lens in [[(20, 20)], [(1, 21)], [(1, 22), (5, 5)], [(1, 23), (1, 6)], [(30, 53), (1, 7), (3, 3)]]:
+            assert_same(fused, eager, lens)  # prepared outside of inference mode
+            with torch.inference_mode():
+                assert_same(fused, eager, lens)
+        with pytest.raises(RuntimeError, match="recompile"):
+            fused.draft(step([(4, 4)], CPU), 1)
     finally:
         torch.compiler.set_stance("default")
-    for ours, theirs in ((fused.storage.k, eager.storage.k), (fused.storage.v, eager.storage.v)):
-        torch.testing.assert_close(ours(1), theirs(1), atol=1e-5, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(fused.draft(step([(4, 4)], CPU), 1), eager.draft(step([(4, 4)], CPU), 1))
+
+
+def test_attention_fails_loudly_inside_the_graph_and_the_executor_survives():
+    fused, eager = pair(num_layers=2, backend="aot_eager")
+    batch = step([(4, 4)], CPU)
+    batch.slot_mapping = batch.slot_mapping + 10**6
+    with pytest.raises(IndexError):
+        fused.execute(batch)
+    assert_same(fused, eager, [(4, 4)])
 
 
 def test_validate_says_what_inductor_lacks(monkeypatch):
