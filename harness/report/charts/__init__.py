@@ -1,0 +1,1 @@
+"""One chart a file, each a function from the loaded report to a `Chart`."""

@@ -1,0 +1,116 @@
+"""KV memory over time: what each reserved position is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from harness.report.charts.slots import occupancy, panel_height
+from harness.report.data import Arm, Report
+from harness.report.panels import Panel, axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
+from harness.report.parts import Cell, Chart, Table, floats, number_cell, percent, text_cell
+from harness.report.sampling import extremes
+
+# Part -> meaning and fill; hatching carries what colour alone may not.
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "used": ("used", {"fillcolor": "@used"}),
+    "reserved_ahead": ("reserved ahead", {"fillcolor": "@ahead"}),
+    "internal": (
+        "internal waste",
+        {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3, "fgcolor": "@dead", "bgcolor": "@deadback"}},
+    ),
+    "unusable": (
+        "unusable",
+        {"fillpattern": {"shape": "x", "size": 6, "solidity": 0.3, "fgcolor": "@ink", "bgcolor": "@paper"}},
+    ),
+    "free": ("free", {"fillcolor": "@free"}),
+}
+STEPS_A_PANEL = 400
+
+Floats = npt.NDArray[np.float64]
+
+
+def kv_parts(steps: pd.DataFrame) -> dict[str, Floats] | None:
+    """Tokens by part and step, adding up to the capacity; None if the target shows no cache."""
+    capacity = steps["kv_capacity_tokens"].to_numpy(float, na_value=np.nan)
+    if not np.isfinite(capacity).any():
+        return None
+    parts = {
+        name: np.nan_to_num(steps[f"kv_{name}_tokens"].to_numpy(float, na_value=np.nan))
+        for name in PARTS
+        if name != "free"
+    }
+    parts["free"] = np.maximum(0.0, np.nan_to_num(capacity) - sum(parts.values()))
+    return parts
+
+
+def chart(report: Report) -> Chart:
+    arms, total = panel_arms(report)
+    parts = {arm.name: kv_parts(arm.shown.steps) for arm in arms if arm.shown is not None}
+    seen = [arm for arm in arms if parts[arm.name] is not None]
+    title = "KV cache: what every position of the budget is for"
+    if not seen:
+        return Chart("kv", title, "", Table((), ()), empty="No arm recorded how its KV cache was filled.")
+    limit = report.points(STEPS_A_PANEL)
+    panels = [Panel(arm, panel_height(occupancy(arm.shown).used_slots)) for arm in seen if arm.shown is not None]
+    layout, height = stack(panels, [_title(arm) for arm in seen], time_range(seen))
+    layout |= {"showlegend": False, "hovermode": "x"}
+    traces: list[dict[str, Any]] = []
+    shown = steps = 0
+    for index, arm in enumerate(seen):
+        found = parts[arm.name]
+        if found is None or arm.shown is None:
+            continue
+        layout[axis_key(index)] |= {"rangemode": "tozero", "nticks": 3, "title": {"text": "tokens"}, "showgrid": False}
+        kept = extremes([found["used"], found["internal"]], limit)
+        shown, steps = shown + len(kept), steps + len(arm.shown.steps)
+        # A step's state lasts from its start to the next one's; the last point closes the last step.
+        starts, ends = (arm.shown.steps[name].to_numpy(float) for name in ("start_s", "end_s"))
+        times = np.append(starts[kept], ends[-1])
+        traces += [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": meaning,
+                "x": floats(times, 4),
+                "y": [int(value) for value in np.append(found[part][kept], found[part][-1])],
+                "stackgroup": f"arm{index}",
+                "line": {"width": 0, "shape": "hv", "color": "@ink"},
+                "hovertemplate": f"{meaning} %{{y:,}} tokens<extra></extra>",
+                "yaxis": axis_name(index),
+                **fill,
+            }
+            for part, (meaning, fill) in PARTS.items()
+            if found[part].any()
+        ]
+    note = (
+        f"{which_trials(seen, total)} Bottom to top: used (blue; a live sequence attends to it), reserved ahead (pale "
+        "blue; this request will still write it), internal waste (hatched: never filled, padding, or held by a "
+        "finished row), unusable (crossed: free in pieces too small while a request waits), free (blank). "
+        f"{shown:,} of {steps:,} steps, extremes kept; the shares in the table are weighted by time."
+    )
+    return Chart("kv", title, note, _table(seen), traces, layout, height)
+
+
+def _title(arm: Arm) -> str:
+    used = arm.metrics.get("kv_utilization")
+    return panel_title(arm, "" if used is None else f"{percent(used, 0)} of what is held is used")
+
+
+def _table(arms: list[Arm]) -> Table:
+    names = ("kv_utilization", "kv_waste.internal", "kv_waste.reserved_ahead", "kv_waste.unusable")
+    rows = []
+    for arm in arms:
+        values = [(name, arm.metrics.get(name)) for name in names]
+        capacity = None if arm.shown is None else arm.shown.steps["kv_capacity_tokens"].max()
+        rows.append(
+            [
+                text_cell(arm.name),
+                number_cell(None if capacity is None or pd.isna(capacity) else float(capacity), 0),
+                *(Cell(percent(value), value, (arm.name, "metrics", name)) for name, value in values),
+            ]
+        )
+    return Table(("arm", "capacity (tokens)", "used", "internal", "reserved ahead", "unusable"), rows)

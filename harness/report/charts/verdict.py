@@ -1,0 +1,212 @@
+"""The verdict table: each arm's figures, its ratio to the baseline and to the arm below, and what they show."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from harness.report.data import Arm, Report
+from harness.report.parts import MISSING, Cell, Table, byte_size, number, percent, text_cell
+from harness.statistics import direction
+
+HEADLINE = "output_tokens_per_s"
+SIGNS = {"better": "\u25b2", "worse": "\u25bc", "no difference shown": "\u2248", "not comparable": "\u2205"}
+CLASSES = {"better": "better", "worse": "worse"}
+FOREST_PX = 92
+# Name, unit and scale of every metric that the long table shows, in its order.
+METRICS: tuple[tuple[str, str, float, int], ...] = (
+    ("output_tokens_per_s", "tok/s", 1, 1),
+    ("requests_per_s", "1/s", 1, 3),
+    ("goodput_per_s", "1/s", 1, 3),
+    ("slo_attainment", "%", 100, 1),
+    ("ttft_s.p50", "s", 1, 3),
+    ("ttft_s.p99", "s", 1, 3),
+    ("itl_s.p50", "ms", 1e3, 2),
+    ("itl_s.p99", "ms", 1e3, 2),
+    ("tpot_s.p50", "ms", 1e3, 2),
+    ("tpot_s.p99", "ms", 1e3, 2),
+    ("e2e_s.p50", "s", 1, 3),
+    ("e2e_s.p99", "s", 1, 3),
+    ("queueing_s.p50", "s", 1, 3),
+    ("slot_utilization", "%", 100, 1),
+    ("kv_utilization", "%", 100, 1),
+    ("acceptance_rate", "%", 100, 1),
+    ("tokens_per_step", "tok", 1, 3),
+    ("mfu", "%", 100, 2),
+    ("mbu", "%", 100, 2),
+    ("peak_memory_bytes", "MB", 1e-6, 1),
+    ("weights_bytes", "MB", 1e-6, 1),
+    ("startup_s", "s", 1, 2),
+    ("equivalence", "%", 100, 1),
+    ("energy_j_per_output_token", "J/tok", 1, 3),
+    ("cost_per_million_output_tokens", "", 1, 4),
+)
+
+
+@dataclass(frozen=True)
+class RatioCell:
+    """An arm over a reference: `1.84x [1.71, 1.98]`, its pairs and its verdict. Empty ``text``: nothing to show."""
+
+    text: str
+    verdict: str = ""
+    n: int = 0
+    reference: str = ""
+    forest: Markup | str = ""
+    source: tuple[str, ...] = ()
+    value: float | None = None
+
+    @property
+    def source_json(self) -> str:
+        return json.dumps(self.source)
+
+    @property
+    def sign(self) -> str:
+        return SIGNS.get(self.verdict, "")
+
+    @property
+    def style(self) -> str:
+        return CLASSES.get(self.verdict, "neutral")
+
+
+@dataclass(frozen=True)
+class Row:
+    """``message``: why there are no figures (failed, not run), in place of the cells."""
+
+    arm: Arm
+    changes: str
+    cells: Sequence[Cell]
+    baseline: RatioCell
+    versus: RatioCell
+    message: str
+    n_trials: int
+
+
+def rows(report: Report) -> list[Row]:
+    span = _span(report)
+    return [
+        Row(
+            arm,
+            changes(arm, report),
+            _cells(arm),
+            RatioCell("baseline")
+            if arm.name == report.baseline
+            else ratio_cell(arm, "ratios", HEADLINE, report.baseline, span),
+            ratio_cell(arm, "step_ratios", HEADLINE, arm.entry["versus"], span),
+            "" if arm.metrics else "; ".join(map(str, arm.entry["reasons"])) or "no trial recorded",
+            len(arm.ok),
+        )
+        for arm in report.arms
+    ]
+
+
+def changes(arm: Arm, report: Report) -> str:
+    """The settings that this arm has and the arm below it (else the baseline) has not."""
+    below = report.arm(arm.entry["versus"]) or report.arm(report.baseline)
+    own = [str(setting) for setting in arm.plan.get("overrides") or []]
+    if below is None or below is arm:
+        others = [set(map(str, other.plan.get("overrides") or [])) for other in report.arms if other is not arm]
+        common = set.intersection(*others) if others else set()
+    else:
+        common = set(map(str, below.plan.get("overrides") or []))
+    return ", ".join(setting for setting in own if setting not in common)
+
+
+def ratio_cell(
+    arm: Arm, kind: str, metric: str, reference: str | None, span: tuple[float, float] | None = None
+) -> RatioCell:
+    """``kind``: ratios or step_ratios of `summary.json`; ``span``: of the picture, none without it."""
+    found: Mapping[str, Any] = (arm.entry[kind] or {}).get(metric) or {}
+    if not found:
+        return RatioCell("")
+    median, low, high = found["median"], found["low"], found["high"]
+    text = MISSING if median is None else f"{median:.2f}x"
+    if low is not None:
+        text += f" [{low:.2f}, {high:.2f}]"
+    picture = "" if span is None or median is None else forest(median, low, high, span)
+    source = (arm.name, kind, metric, "median")
+    return RatioCell(text, found["verdict"], found["n"], reference or "", picture, source, median)
+
+
+def forest(median: float, low: float | None, high: float | None, span: tuple[float, float]) -> Markup:
+    """A small picture of a ratio and its interval on a log axis, with a line at 1."""
+
+    def x(value: float) -> float:
+        share = (math.log(value) - math.log(span[0])) / (math.log(span[1]) - math.log(span[0]))
+        return round(3 + min(1.0, max(0.0, share)) * (FOREST_PX - 6), 1)
+
+    whisker = ""
+    if low is not None and high is not None and low > 0:
+        whisker = f'<line class="whisker" x1="{x(low)}" x2="{x(high)}" y1="8" y2="8"/>'
+    return Markup(  # numbers only: nothing here comes from a record's text
+        f'<svg class="forest" width="{FOREST_PX}" height="16" aria-hidden="true">'
+        f'<line class="one" x1="{x(1)}" x2="{x(1)}" y1="0" y2="16"/>{whisker}'
+        f'<rect x="{x(median) - 2.5:.1f}" y="5.5" width="5" height="5"/></svg>'
+    )
+
+
+def _span(report: Report) -> tuple[float, float]:
+    """What the ratios' pictures cover: every median, every interval within a factor of 30, and 1."""
+    seen = [1.0]
+    for arm in report.arms:
+        for kind in ("ratios", "step_ratios"):
+            found = (arm.entry[kind] or {}).get(HEADLINE) or {}
+            for value in (found.get("median"), found.get("low"), found.get("high")):
+                if value is not None and 1 / 30 < value < 30:
+                    seen.append(value)
+    return min(seen) / 1.08, max(seen) * 1.08
+
+
+def _cells(arm: Arm) -> list[Cell]:
+    m = arm.metrics
+
+    def cell(text: str, name: str, style: str = "") -> Cell:
+        return Cell(text, m.get(name), (arm.name, "metrics", name), style=style)
+
+    waste = [m.get(f"kv_waste.{part}") for part in ("internal", "reserved_ahead", "unusable")]
+    known = [value for value in waste if value is not None]
+    lost = math.fsum(known) if len(known) == len(waste) else None
+    return [
+        cell(number(m.get("output_tokens_per_s"), 1), "output_tokens_per_s", "headline"),
+        cell(number(m.get("ttft_s.p50"), 2), "ttft_s.p50"),
+        cell(number(m.get("ttft_s.p99"), 2), "ttft_s.p99"),
+        cell(number(m.get("ttft_s.n"), 0), "ttft_s.n", "count"),
+        cell(number(m.get("itl_s.p50"), 1, 1e3), "itl_s.p50"),
+        cell(number(m.get("itl_s.p99"), 1, 1e3), "itl_s.p99"),
+        cell(number(m.get("itl_s.n"), 0), "itl_s.n", "count"),
+        cell(percent(m.get("slot_utilization")), "slot_utilization"),
+        Cell(percent(lost), lost),
+        cell(percent(m.get("acceptance_rate")), "acceptance_rate"),
+        cell(byte_size(m.get("peak_memory_bytes")), "peak_memory_bytes"),
+    ]
+
+
+def metrics_table(report: Report) -> Table:
+    """Every arm and metric: value, both ratios, pairs and verdicts."""
+    table = []
+    for arm in report.arms:
+        for name, unit, scale, digits in METRICS:
+            value = arm.metrics.get(name)
+            if value is None:
+                continue
+            cells = [
+                text_cell(arm.name),
+                text_cell(f"{name} ({unit})" if unit else name),
+                Cell(number(value, digits, scale), value, (arm.name, "metrics", name)),
+            ]
+            for kind, reference in (("ratios", report.baseline), ("step_ratios", arm.entry["versus"])):
+                compared = direction(name) != 0 and reference not in (None, arm.name)
+                ratio = ratio_cell(arm, kind, name, reference) if compared else RatioCell("")
+                shown = ratio.verdict != ""
+                cells += [
+                    Cell(ratio.text, ratio.value, ratio.source if shown else ()),
+                    Cell(f"{ratio.n}" if shown else ""),
+                    Cell(f"{ratio.sign} {ratio.verdict}" if shown else "", numeric=False, style=ratio.style),
+                ]
+            table.append(cells)
+    columns = ("arm", "metric", "median over trials", "vs baseline", "n", "verdict", "vs arm below", "n", "verdict")
+    return Table(columns, table)

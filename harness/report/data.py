@@ -1,0 +1,119 @@
+"""What the charts read: a run's records beside its summary, arm by arm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from harness.records import StudyRecord, TrialRecord, read_run
+from harness.summary import summary_of
+
+NUM_COLOURS = 7
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: ``entry`` is its part of `summary.json`, ``plan`` its part of `study.json`."""
+
+    name: str
+    index: int
+    entry: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    trials: list[TrialRecord]
+
+    @cached_property
+    def ok(self) -> list[TrialRecord]:
+        return [trial for trial in self.trials if trial.run["status"] == "ok"]
+
+    @cached_property
+    def shown(self) -> TrialRecord | None:
+        """The trial that timelines show: the first that is ok, else the first that ran any step."""
+        ran = [trial for trial in self.trials if len(trial.steps)]
+        return next((t for t in ran if t.run["status"] == "ok"), ran[0] if ran else None)
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        found: Mapping[str, float | None] = self.entry["metrics"]
+        return found
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        if self.trials:
+            return dict(self.trials[0].run["config"])
+        return dict(self.plan.get("config") or {})
+
+    @property
+    def emulated(self) -> list[str]:
+        return list(dict.fromkeys(str(note) for trial in self.trials for note in trial.run["emulated"] or []))
+
+    @property
+    def badge(self) -> str:
+        """Where its figures come from; empty if it has none."""
+        if not self.metrics:
+            return ""
+        if any(trial.run["clock"] == "virtual" for trial in self.trials):
+            return "simulated"
+        return "emulated" if self.emulated else "measured"
+
+    @property
+    def warnings(self) -> dict[str, list[int]]:
+        """Validity warning -> the trials that carry it."""
+        found: dict[str, list[int]] = {}
+        for trial in self.trials:
+            for text in trial.run["validity"]:
+                found.setdefault(str(text), []).append(trial.run["trial"])
+        return found
+
+    # Two arms are told apart by dash or marker as well as by colour.
+    @property
+    def colour(self) -> str:
+        return f"@arm{self.index % NUM_COLOURS}"
+
+    @property
+    def dash(self) -> str:
+        return DASHES[(self.index + self.index // NUM_COLOURS) % len(DASHES)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[(self.index + self.index // NUM_COLOURS) % len(MARKERS)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run as the report sees it; arms in the plan's order."""
+
+    record: StudyRecord
+    summary: Mapping[str, Any]
+    arms: list[Arm]
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        return self.record.plan
+
+    @property
+    def baseline(self) -> str | None:
+        name = self.summary["baseline"]
+        return None if name is None else str(name)
+
+    def arm(self, name: str | None) -> Arm | None:
+        return next((arm for arm in self.arms if arm.name == name), None)
+
+    def points(self, wanted: int, least: int = 60) -> int:
+        """How many points a line may have, so that a report of many arms stays small: ``wanted`` for up to 8 arms."""
+        return max(least, min(wanted, 8 * wanted // max(1, len(self.arms))))
+
+
+def load(run_dir: Path) -> Report:
+    """RecordError if a record of the run cannot be read."""
+    record = read_run(run_dir)
+    summary = summary_of(record)
+    arms = [
+        Arm(name, index, entry, record.plan["arms"][name] or {}, record.of_arm(name))
+        for index, (name, entry) in enumerate(summary["arms"].items())
+    ]
+    return Report(record, summary, arms)

@@ -1,0 +1,108 @@
+"""What a page is made of: cells, tables, charts. Plain data; the template turns it into HTML and escapes it."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING = "\u2013"
+LEGEND_ABOVE = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``text`` is shown, ``value`` is the figure in full, ``source`` its keys in summary.json under `arms`."""
+
+    text: str
+    value: float | None = None
+    source: tuple[str, ...] = ()
+    numeric: bool = True
+    style: str = ""
+
+    @property
+    def source_json(self) -> str:
+        return json.dumps(self.source)
+
+
+@dataclass(frozen=True)
+class Table:
+    """``columns`` carry their units."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A Plotly figure with its words and numbers. Without ``traces`` the page says ``empty`` instead.
+
+    ``title`` and ``note`` are plain text; strings inside ``traces`` and ``layout`` that come from records have gone
+    through `label`. A value "@name" under a colour key stands for the page's CSS colour ``--name``.
+    """
+
+    key: str
+    title: str
+    note: str
+    table: Table
+    traces: Sequence[dict[str, Any]] = ()
+    layout: dict[str, Any] = field(default_factory=dict)
+    height: int = 340
+    empty: str = ""
+
+    @property
+    def spec(self) -> str:
+        """JSON that may stand inside a script element: no character of it can close the element."""
+        layout = {**self.layout, "height": self.height}
+        text = json.dumps({"data": list(self.traces), "layout": layout}, allow_nan=False, separators=(",", ":"))
+        return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def label(text: object, longest: int = 60) -> str:
+    """A string from a record for use inside a figure, where Plotly reads markup: as typed, and not over-long."""
+    shown = str(text)
+    return html.escape(shown if len(shown) <= longest else f"{shown[: longest - 1]}\u2026", quote=False)
+
+
+def floats(values: Iterable[Any], digits: int = 5) -> list[float | None]:
+    """For a figure: rounded, None for what is missing or infinite."""
+    numbers = (math.nan if value is None else float(value) for value in values)
+    return [round(number, digits) if math.isfinite(number) else None for number in numbers]
+
+
+# --- texts of numbers -------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
+    if value is None or math.isnan(value):
+        return MISSING
+    return ("inf" if value > 0 else "-inf") if math.isinf(value) else f"{value * scale:,.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    shown = number(value, digits, 100)
+    return shown if shown in (MISSING, "inf", "-inf") else f"{shown} %"
+
+
+def byte_size(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return number(value)
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:,.{1 if value < 100 * size else 0}f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def text_cell(text: object) -> Cell:
+    return Cell(MISSING if text is None or text == "" else str(text), numeric=False)
+
+
+def number_cell(value: float | None, digits: int = 2, scale: float = 1.0) -> Cell:
+    return Cell(number(value, digits, scale), value)
+
+
+def percent_cell(value: float | None) -> Cell:
+    return Cell(percent(value), value)
