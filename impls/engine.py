@@ -90,6 +90,7 @@ class Engine:
         for seq_id in step.preempted:
             self._forget(seq_id)
         if step.is_empty:
+            emissions = self._release(emissions)  # an abort may have ended the batch that held its tokens back
             if not emissions:
                 wake = self.scheduler.next_event_s(start)
                 self.clock.sleep_until(until if wake is None else min(until, wake))
@@ -142,10 +143,9 @@ class Engine:
         rows: list[BatchRow] = []
         decoding: list[Sequence] = []
         for seq_id, count in step.num_scheduled_tokens.items():
-            sequence = self._sequences.get(seq_id)
             if seq_id in dead:
                 continue
-            assert sequence is not None
+            sequence = self._sequences[seq_id]
             start, drafts = sequence.num_computed_tokens, sequence.draft_token_ids
             tokens = (sequence.token_ids + drafts)[start : start + count]
             reaches_end = start + count == sequence.num_tokens + len(drafts)
@@ -160,9 +160,10 @@ class Engine:
             rows.append(BatchRow(seq_id, [*tokens, *([0] * padding)], start, table, num_logits, count))
             if reaches_end:
                 decoding.append(sequence)
+        finished = {sequence.seq_id: sequence for sequence in self.scheduler.running if sequence.finished}
         for seq_id in step.dead_rows:
-            position = self._dead[seq_id].num_computed_tokens - 1
-            token = self._dead[seq_id].token_ids[position]
+            position = finished[seq_id].num_computed_tokens - 1
+            token = finished[seq_id].token_ids[position]
             rows.append(BatchRow(seq_id, [token], position, self.kv.block_table(seq_id), 1, 1))
         batch = build_batch(rows, self.kv.block_size, self.device)
         stats.query_lens, stats.kv_lens = batch.query_lens, batch.kv_lens
@@ -184,10 +185,6 @@ class Engine:
         sound = [sequence for sequence, _ in kept]
         tokens = self.decoder.decode(sound, torch.cat([part for _, part in kept]), self._drafts) if kept else []
         return sound, tokens, [sequence for sequence in decoding if sequence.seq_id in bad]
-
-    @property
-    def _dead(self) -> Mapping[str, Sequence]:
-        return {sequence.seq_id: sequence for sequence in self.scheduler.running if sequence.finished}
 
     def _commit(
         self,
@@ -232,7 +229,7 @@ class Engine:
 
     def _release(self, emissions: list[Emission]) -> list[Emission]:
         """`batching.emit=batch_end` shows what a caller of a batch pipeline sees: nothing until the batch is done."""
-        if getattr(self.scheduler, "emit", "step") == "step":
+        if self.scheduler.emit == "step":
             return emissions
         self._held_back += emissions
         if any(slot is not None for slot in self.scheduler.slots):

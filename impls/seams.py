@@ -97,6 +97,7 @@ class Scheduler(ABC):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    emit: str = "step"  # or "batch_end": what a caller of a batch pipeline sees
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:

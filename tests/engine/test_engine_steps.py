@@ -163,6 +163,19 @@ def test_batch_end_holds_back_every_token(tiny):
     assert {name: len(tokens) for name, tokens in outputs.items()} == {"r0": 2, "r1": 5}
 
 
+def test_tokens_held_back_come_out_when_an_abort_ends_the_batch(tiny):
+    engine = engine_for(
+        tiny, batching=("static", {"max_num_seqs": 2, "emit": "batch_end"}), kv_cache="contiguous"
+    )
+    for i, (prompt, tokens) in enumerate(zip(prompts(2, 6), (1, 9), strict=True)):
+        engine.add_request(request(f"r{i}", prompt, tokens))
+    assert not engine.step(math.inf).emissions
+    engine.abort("r1")
+    emissions = [e for _ in range(3) if engine.has_work for e in engine.step(engine.clock.now()).emissions]
+    assert {e.request_id for e in emissions} >= {"r0"}
+    assert not engine.has_work
+
+
 def test_abort_frees_what_the_request_held(tiny):
     engine = engine_for(tiny)
     for i, prompt in enumerate(prompts(3, 10)):
