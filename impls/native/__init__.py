@@ -2,7 +2,7 @@
 
 from impls.native.attention import MAX_HEAD_DIM, PagedAttention, paged_attention
 from impls.native.build import NativeUnavailable, available, why_unavailable
-from impls.native.linear import linear_bf16, pack_panels, unpack_panels
+from impls.native.linear import linear_bf16, linear_int8, matmul_int8, pack_panels, quantize_int8, unpack_panels
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -10,8 +10,11 @@ __all__ = [
     "PagedAttention",
     "available",
     "linear_bf16",
+    "linear_int8",
+    "matmul_int8",
     "pack_panels",
     "paged_attention",
+    "quantize_int8",
     "unpack_panels",
     "why_unavailable",
 ]

@@ -32,13 +32,17 @@ def unpack_panels(packed: Tensor, out_features: int, in_features: int) -> Tensor
 def _check(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, weight_dtype: torch.dtype) -> None:
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.dim() != 2 or not x.is_contiguous():
         raise ValueError(f"x must be contiguous FP32 [rows, K] on the CPU, not {describe(x)}")
-    expected = (-(-out_features // PANEL), (x.shape[1] + 1) // 2, PANEL, 2)
+    _check_packed(packed, out_features, x.shape[1], weight_dtype)
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (out_features,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be contiguous FP32 [{out_features}], not {describe(bias)}")
+
+
+def _check_packed(packed: Tensor, out_features: int, in_features: int, weight_dtype: torch.dtype) -> None:
+    expected = (-(-out_features // PANEL), (in_features + 1) // 2, PANEL, 2)
     if packed.dtype != weight_dtype or packed.shape != expected or not packed.is_contiguous():
         raise ValueError(
             f"the weight must be {weight_dtype} from pack_panels, {list(expected)}, not {describe(packed)}"
         )
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (out_features,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous FP32 [{out_features}], not {describe(bias)}")
 
 
 def describe(x: Tensor) -> str:
@@ -72,7 +76,62 @@ def linear_bf16(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | Non
     return out
 
 
+@cache
+def _int8(name: str, pointers: int, sizes: int) -> Callable[..., Any]:
+    function: ctypes._NamedFuncPointer = getattr(load(), name)
+    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * sizes + [ctypes.c_int]
+    function.restype = None if name == "quantize_int8" else ctypes.c_int
+    return function
+
+
+def linear_int8(x: Tensor, packed: Tensor, scale: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
+    """`quantize_int8`, `matmul_int8` and the scales in one call: FP32 [rows, K] to FP32 [rows, out_features].
+
+    packed: INT8 from `pack_panels`; scale: FP32 [out_features]. ValueError for any other dtype, shape or layout.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.impls_native.linear_int8(x, packed, scale, out_features, bias)
+        return result
+    _check(x, packed, out_features, bias, torch.int8)
+    if scale.dtype != torch.float32 or scale.shape != (out_features,) or not scale.is_contiguous():
+        raise ValueError(f"scale must be contiguous FP32 [{out_features}], not {describe(scale)}")
+    rows, k = x.shape
+    out = torch.empty(rows, out_features)
+    if rows:
+        pointers = (x.data_ptr(), packed.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr())
+        if _int8("linear_int8", 5, 3)(*pointers, out.data_ptr(), rows, out_features, k, num_threads()):
+            raise MemoryError("linear_int8: out of memory")
+    return out
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 [rows, K] to INT8 in -127..127 and scales FP32 [rows, 1]: the largest magnitude of a row becomes 127."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.dim() != 2 or not x.is_contiguous():
+        raise ValueError(f"x must be contiguous FP32 [rows, K] on the CPU, not {describe(x)}")
+    rows, k = x.shape
+    values, scale = torch.empty(rows, k, dtype=torch.int8), torch.empty(rows, 1)
+    _int8("quantize_int8", 3, 2)(x.data_ptr(), values.data_ptr(), scale.data_ptr(), rows, k, num_threads())
+    return values, scale
+
+
+def matmul_int8(values: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    """INT8 [rows, K] times INT8 weights from `pack_panels` to exact INT32 [rows, out_features] (K up to 133,000)."""
+    if values.dtype != torch.int8 or values.device.type != "cpu" or values.dim() != 2 or not values.is_contiguous():
+        raise ValueError(f"values must be contiguous INT8 [rows, K] on the CPU, not {describe(values)}")
+    _check_packed(packed, out_features, values.shape[1], torch.int8)
+    rows, k = values.shape
+    out = torch.empty(rows, out_features, dtype=torch.int32)
+    pointers = (values.data_ptr(), packed.data_ptr(), out.data_ptr())
+    if rows and _int8("matmul_int8", 3, 3)(*pointers, rows, out_features, k, num_threads()):
+        raise MemoryError("matmul_int8: out of memory")
+    return out
+
+
 def _output_shape(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _int8_output_shape(x: Tensor, packed: Tensor, scale: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 
 
@@ -80,3 +139,8 @@ def _output_shape(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | N
 torch.library.define("impls_native::linear_bf16", "(Tensor x, Tensor packed, int out_features, Tensor? bias) -> Tensor")
 torch.library.impl("impls_native::linear_bf16", "CPU", linear_bf16)
 torch.library.register_fake("impls_native::linear_bf16", _output_shape)
+torch.library.define(
+    "impls_native::linear_int8", "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? bias) -> Tensor"
+)
+torch.library.impl("impls_native::linear_int8", "CPU", linear_int8)
+torch.library.register_fake("impls_native::linear_int8", _int8_output_shape)

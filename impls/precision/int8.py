@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from impls import native
 from impls.precision.cpu_features import has_int8_instructions
 from impls.precision.gemm import Bf16Gemm
 from impls.precision.w8a8 import W8A8, linear_sizes, quantize_int8
 from impls.seams import Arm, PackedLinear
 
-KERNELS = ("cublas_int8", "onednn_int8", "onednn_fp32_scratch")
+KERNELS = ("cublas_int8", "onednn_int8", "native_int8", "onednn_fp32_scratch")
 CUDA_MIN_ROWS = 32  # torch._int_mm on CUDA refuses 16 rows or fewer; 32 is its smallest tile
 
 
@@ -20,6 +21,7 @@ class Int8(W8A8):
 
     cublas_int8          CUDA, torch._int_mm; in_features and out_features must be multiples of 8
     onednn_int8          CPU, torch._int_mm: the choice where the CPU has VNNI or AMX, a scalar loop where not
+    native_int8          any CPU with a C compiler: `impls.native`; `apply` quantises and rescales in the same call
     onednn_fp32_scratch  any CPU: the same integers as floating-point numbers, held in BF16 (exact) and accumulated
                          in FP32, which is exact while a sum stays under 2^24 (in_features <= 1040 guarantees it)
     """
@@ -50,17 +52,31 @@ class Int8(W8A8):
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         n, k = weight.shape
         values, scale = quantize_int8(weight.float())
-        kept = self._gemm.pack(values) if self._gemm else values.to(self.device)
+        if self.kernel == "native_int8":
+            kept = native.pack_panels(values)
+        else:
+            kept = self._gemm.pack(values) if self._gemm else values.to(self.device)
         tensors = {"weight": kept, "scale": scale.view(n).to(self.device)}
         return PackedLinear(k, n, tensors, None if bias is None else bias.to(self.device, torch.float32))
 
+    def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        if self.kernel != "native_int8":
+            return super().apply(x, packed)
+        weight, scale = packed.tensors["weight"], packed.tensors["scale"]
+        y = native.linear_int8(x.float().contiguous(), weight, scale, packed.out_features, packed.bias)
+        return y.to(self.activation_dtype)
+
     def quantize_activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kernel == "native_int8":
+            return native.quantize_int8(x.float().contiguous())
         return quantize_int8(x)
 
     def matmul(self, values: Tensor, packed: PackedLinear) -> Tensor:
         """INT8 [rows, K] to INT32 [rows, N]; the same integers in FP32 under ``onednn_fp32_scratch``."""
         if self._gemm:
             return self._gemm.matmul(values.float(), packed, with_bias=False)
+        if self.kernel == "native_int8":
+            return native.matmul_int8(values, packed.tensors["weight"], packed.out_features)
         rows = values.shape[0]
         if self.kernel == "cublas_int8" and rows < CUDA_MIN_ROWS:
             values = F.pad(values, (0, 0, 0, CUDA_MIN_ROWS - rows))
@@ -68,6 +84,8 @@ class Int8(W8A8):
 
     def dequantize(self, packed: PackedLinear) -> Tensor:
         weight = packed.tensors["weight"]
+        if self.kernel == "native_int8":
+            weight = native.unpack_panels(weight, packed.out_features, packed.in_features)
         values = self._gemm.unpack(weight, packed) if self._gemm else weight.float()
         return values * packed.tensors["scale"].view(-1, 1)
 
@@ -75,7 +93,9 @@ class Int8(W8A8):
 def best_kernel(device: torch.device) -> str:
     if device.type != "cpu":
         return "cublas_int8"
-    return "onednn_int8" if has_int8_instructions() else "onednn_fp32_scratch"
+    if has_int8_instructions():
+        return "onednn_int8"
+    return "native_int8" if native.available() else "onednn_fp32_scratch"
 
 
 def why_not(kernel: str, device: torch.device) -> str | None:
@@ -84,4 +104,6 @@ def why_not(kernel: str, device: torch.device) -> str | None:
         return f"kernel={kernel}: must be auto or one of {', '.join(KERNELS)}"
     if (kernel == "cublas_int8") != (device.type != "cpu"):
         return f"kernel={kernel}: not a kernel for device {device.type}"
+    if kernel == "native_int8" and (why := native.why_unavailable()):
+        return f"kernel={kernel}: {why}"
     return None

@@ -55,7 +55,10 @@ def test_the_stages_compose_to_apply(method: W8A8) -> None:
     values, scale = method.quantize_activations(x)
     assert values.dtype.itemsize == 1 and scale.dtype == torch.float32
     y = method.rescale(method.matmul(values, packed), scale, packed)
-    assert torch.equal(y, method.apply(x, packed))
+    if method.kernel == "native_int8":  # one fused call, whose last addition may round once less
+        torch.testing.assert_close(y, method.apply(x, packed), rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(y, method.apply(x, packed))
 
 
 @METHODS

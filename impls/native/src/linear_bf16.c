@@ -31,6 +31,14 @@ INLINE void step(const int rows, const int panels, vf acc[MR][2 * NV], const uin
     }
 }
 
+// The last panel is cut to the columns that exist; the bias is added.
+static __attribute__((noinline)) void finish(const struct linear *a, float *y, const float *from, int64_t stride,
+                                             int64_t rows, int64_t columns, int64_t first) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++)
+            y[r * a->n + c] = from[r * stride + c] + (a->bias ? a->bias[first + c] : 0.0f);
+}
+
 // `rows` x (`panels` * 16) outputs. Meanwhile the next panel is fetched, a part of it by each tile of rows.
 INLINE void tile(const int rows, const int panels, const struct linear *a, int64_t row, int64_t panel, int64_t fetch,
                  int64_t fetch_step) {
@@ -50,18 +58,16 @@ INLINE void tile(const int rows, const int panels, const struct linear *a, int64
         step(rows, panels, acc, w + i * PANEL, pairs * PANEL, x + 2 * i + 1, k, 1);
     }
     if (k % 2) step(rows, panels, acc, w + (pairs - 1) * PANEL, pairs * PANEL, x + k - 1, k, 0);
-    const int64_t first = panel * PANEL;
-    const int full = first + panels * PANEL <= a->n;
+    const int64_t first = panel * PANEL, left = a->n - first;
+    float *y = a->y + row * a->n + first, edge[MR][2 * PANEL];
+    const int full = left >= panels * PANEL;
+    float *to = full ? y : edge[0];
+    const int64_t stride = full ? a->n : 2 * PANEL;
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        float *y = a->y + (row + r) * a->n + first;
-        float edge[2 * PANEL];
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < panels * NV; v++) store((full ? y : edge) + v * LANES, acc[r][v]);
-        if (!full) memcpy(y, edge, (size_t)(a->n - first) * 4);
-        if (a->bias)
-            for (int64_t c = 0; c < panels * PANEL && first + c < a->n; c++) y[c] += a->bias[first + c];
-    }
+        for (int v = 0; v < panels * NV; v++) store(to + r * stride + v * LANES, acc[r][v]);
+    if (!full || a->bias) finish(a, y, to, stride, rows, full ? panels * PANEL : left, first);
 }
 
 static void body(void *context, int64_t item) {

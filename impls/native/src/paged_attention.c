@@ -83,6 +83,17 @@ INLINE void multiply(const int add, int64_t rows, const float *a, int64_t a_stri
     }
 }
 
+// Two compiled copies, not one a call: the tiles are long.
+static __attribute__((noinline)) void product(int64_t rows, const float *a, int64_t a_stride, const float *b,
+                                              int64_t b_stride, int64_t k, float *c, int64_t c_stride) {
+    multiply(0, rows, a, a_stride, b, b_stride, k, c, c_stride);
+}
+
+static __attribute__((noinline)) void add_product(int64_t rows, const float *a, int64_t a_stride, const float *b,
+                                                  int64_t b_stride, int64_t k, float *c, int64_t c_stride) {
+    multiply(1, rows, a, a_stride, b, b_stride, k, c, c_stride);
+}
+
 // 2^x to a relative error of 2e-7 for x <= 0; 0 below -126, -inf included.
 INLINE vf exp2_vector(vf x) {
     const vi tiny = x < -126.0f;
@@ -275,11 +286,11 @@ INLINE void attend(const struct attention *a, int64_t index, const int kv_bf16) 
         for (int64_t j = 0; j < count; j += PANEL) {
             const int lanes = count - j < PANEL ? (int)(count - j) : PANEL;
             key_panel(keys + j * wide, here.keys + j, lanes, dim, wide, kv_bf16);
-            multiply(0, rows, q, wide, keys + j * wide, PANEL, wide, scores + j, KEYS);
+            product(rows, q, wide, keys + j * wide, PANEL, wide, scores + j, KEYS);
         }
         weigh(a, &item, key, count, scores, acc, top, sum);
         for (int64_t d = 0; d < wide; d += PANEL)
-            multiply(1, rows, scores, KEYS, values + d, wide, count, acc + d, wide);
+            add_product(rows, scores, KEYS, values + d, wide, count, acc + d, wide);
     }
 
     for (int64_t r = 0; r < rows; r++) {
