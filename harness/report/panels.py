@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.parts import label
 
@@ -13,42 +13,37 @@ MAX_PANELS = 12
 TITLE_PX, BOTTOM_PX = 26, 44
 
 
-@dataclass(frozen=True)
-class Panel:
-    """``rows``: slots that its occupancy shows; None where the arm shows no slots."""
-
-    arm: Arm
-    height_px: int
-
-
-def panel_arms(report: Report) -> tuple[list[Arm], int]:
-    """The arms with a timeline, at most `MAX_PANELS`, and how many there are."""
-    ran = [arm for arm in report.arms if arm.shown is not None]
+def panel_arms(
+    report: Report, has_something: Callable[[TrialRecord], bool] = lambda trial: True
+) -> tuple[list[tuple[Arm, TrialRecord]], int]:
+    """The arms whose shown trial has something to draw, at most `MAX_PANELS`, and how many there are."""
+    ran = [(arm, arm.shown) for arm in report.arms if arm.shown is not None and has_something(arm.shown)]
     return ran[:MAX_PANELS], len(ran)
 
 
-def time_range(arms: Sequence[Arm]) -> list[float]:
+def time_range(drawn: Sequence[tuple[Arm, TrialRecord]]) -> list[float]:
     """From 0 to the end of the longest arm; one whose speed is emulated does not stretch the others' axis."""
-    ends = {arm.name: float(arm.shown.steps["end_s"].max()) for arm in arms if arm.shown is not None}
-    counted = [ends[arm.name] for arm in arms if arm.name in ends and not arm.emulated] or list(ends.values())
+    ends = [(arm, float(trial.steps["end_s"].max())) for arm, trial in drawn]
+    counted = [end for arm, end in ends if not arm.emulated] or [end for _, end in ends]
     return [0.0, round(max(counted, default=1.0), 3)]
 
 
-def stack(panels: Sequence[Panel], titles: Sequence[str], span: Sequence[float]) -> tuple[dict[str, Any], int]:
+def stack(heights_px: Sequence[int], titles: Sequence[str], span: Sequence[float]) -> tuple[dict[str, Any], int]:
     """Layout and total height in px: panel i has y axis i + 1 (the first is "y") under a title of its own."""
-    inner = sum(panel.height_px + TITLE_PX for panel in panels)
+    inner = sum(heights_px) + TITLE_PX * len(heights_px)
     layout: dict[str, Any] = {
         "margin": {"l": 58, "r": 12, "t": 4, "b": BOTTOM_PX},
         "xaxis": {
             "range": list(span),
             "title": {"text": "time since the run's start (s)"},
-            "anchor": axis_name(len(panels) - 1),
+            "anchor": axis_name(len(heights_px) - 1),
             "showline": True,
+            "automargin": False,  # charts side by side keep their panels level
         },
         "annotations": [],
     }
     top = float(inner)
-    for index, (panel, title) in enumerate(zip(panels, titles, strict=True)):
+    for index, (height_px, title) in enumerate(zip(heights_px, titles, strict=True)):
         top -= TITLE_PX
         layout["annotations"].append(
             {
@@ -62,8 +57,9 @@ def stack(panels: Sequence[Panel], titles: Sequence[str], span: Sequence[float])
                 "showarrow": False,
             }
         )
-        layout[axis_key(index)] = {"domain": [max(0.0, (top - panel.height_px) / inner), top / inner], "anchor": "x"}
-        top -= panel.height_px
+        domain = [max(0.0, (top - height_px) / inner), top / inner]
+        layout[axis_key(index)] = {"domain": domain, "anchor": "x", "automargin": False}
+        top -= height_px
     return layout, inner + BOTTOM_PX + 4
 
 
@@ -80,8 +76,8 @@ def panel_title(arm: Arm, *facts: str) -> str:
     return " \u00b7 ".join(["<b>" + label(arm.name, 40) + "</b>", *filter(None, (status, *facts))])
 
 
-def which_trials(arms: Sequence[Arm], total: int) -> str:
+def which_trials(drawn: Sequence[tuple[Arm, TrialRecord]], total: int) -> str:
     """For a caption: whose timelines these are."""
-    numbers = sorted({arm.shown.run["trial"] for arm in arms if arm.shown is not None})
-    trials = f"Trial {', '.join(map(str, numbers))}" if numbers else "No trial"
-    return trials + (f"; the first {len(arms)} of {total} arms" if len(arms) < total else "") + "."
+    numbers = sorted({trial.run["trial"] for _, trial in drawn})
+    left_out = f"; the first {len(drawn)} of {total} arms" if len(drawn) < total else ""
+    return f"Trial {', '.join(map(str, numbers))}{left_out}."

@@ -102,9 +102,7 @@ class Engine:
     def step(self) -> StepResult:
         joined = self.admit()
         longest = max((len(live.request.prompt_token_ids) for live in joined), default=0)
-        padding = (
-            sum(longest - len(j.request.prompt_token_ids) for j in joined)
-        )
+        padding = sum(longest - len(j.request.prompt_token_ids) for j in joined)
         padding = padding if self.plan.batching == "static" else 0
         prefill = sum(len(live.request.prompt_token_ids) for live in joined)
         decoding = [live for live in self.live if live.done and not live.finished]

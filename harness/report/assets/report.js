@@ -4,7 +4,7 @@
 (() => {
   const root = document.documentElement;
   const charts = [...document.querySelectorAll(".chart")];
-  const config = { responsive: true, displaylogo: false, showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: "hover", showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
   const drawn = new Set();
 
   const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();

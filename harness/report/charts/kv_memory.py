@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.charts.slots import occupancy, panel_height
+from harness.records import TrialRecord
+from harness.report.charts.slots import panel_height, used_slots
 from harness.report.data import Arm, Report
-from harness.report.panels import Panel, axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
+from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
 from harness.report.parts import Cell, Chart, Table, floats, number_cell, percent, text_cell
 from harness.report.sampling import extremes
 
@@ -33,11 +35,9 @@ STEPS_A_PANEL = 400
 Floats = npt.NDArray[np.float64]
 
 
-def kv_parts(steps: pd.DataFrame) -> dict[str, Floats] | None:
-    """Tokens by part and step, adding up to the capacity; None if the target shows no cache."""
+def kv_parts(steps: pd.DataFrame) -> dict[str, Floats]:
+    """Tokens by part and step, adding up to the capacity."""
     capacity = steps["kv_capacity_tokens"].to_numpy(float, na_value=np.nan)
-    if not np.isfinite(capacity).any():
-        return None
     parts = {
         name: np.nan_to_num(steps[f"kv_{name}_tokens"].to_numpy(float, na_value=np.nan))
         for name in PARTS
@@ -48,27 +48,30 @@ def kv_parts(steps: pd.DataFrame) -> dict[str, Floats] | None:
 
 
 def chart(report: Report) -> Chart:
-    arms, total = panel_arms(report)
-    parts = {arm.name: kv_parts(arm.shown.steps) for arm in arms if arm.shown is not None}
-    seen = [arm for arm in arms if parts[arm.name] is not None]
+    seen, total = panel_arms(report, lambda trial: bool(trial.steps["kv_capacity_tokens"].notna().any()))
     title = "KV cache: what every position of the budget is for"
     if not seen:
         return Chart("kv", title, "", Table((), ()), empty="No arm recorded how its KV cache was filled.")
     limit = report.points(STEPS_A_PANEL)
-    panels = [Panel(arm, panel_height(occupancy(arm.shown).used_slots)) for arm in seen if arm.shown is not None]
-    layout, height = stack(panels, [_title(arm) for arm in seen], time_range(seen))
-    layout |= {"showlegend": False, "hovermode": "x"}
+    heights = [panel_height(used_slots(trial)) for _, trial in seen]  # level with the panels of the slots
+    layout, height = stack(heights, [_title(arm) for arm, _ in seen], time_range(seen))
+    layout |= {"showlegend": False, "hovermode": "x", "shapes": []}
     traces: list[dict[str, Any]] = []
     shown = steps = 0
-    for index, arm in enumerate(seen):
-        found = parts[arm.name]
-        if found is None or arm.shown is None:
-            continue
-        layout[axis_key(index)] |= {"rangemode": "tozero", "nticks": 3, "title": {"text": "tokens"}, "showgrid": False}
+    for index, (_, trial) in enumerate(seen):
+        found = kv_parts(trial.steps)
+        capacity = float(np.sum(list(found.values()), axis=0).max())
+        layout[axis_key(index)] |= {
+            "range": [0, 1.04 * capacity],
+            "nticks": 3,
+            "title": {"text": "tokens"},
+            "showgrid": False,
+        }
+        layout["shapes"].append(_line_at(capacity, axis_name(index)))
         kept = extremes([found["used"], found["internal"]], limit)
-        shown, steps = shown + len(kept), steps + len(arm.shown.steps)
+        shown, steps = shown + len(kept), steps + len(trial.steps)
         # A step's state lasts from its start to the next one's; the last point closes the last step.
-        starts, ends = (arm.shown.steps[name].to_numpy(float) for name in ("start_s", "end_s"))
+        starts, ends = (trial.steps[name].to_numpy(float) for name in ("start_s", "end_s"))
         times = np.append(starts[kept], ends[-1])
         traces += [
             {
@@ -89,10 +92,15 @@ def chart(report: Report) -> Chart:
     note = (
         f"{which_trials(seen, total)} Bottom to top: used (blue; a live sequence attends to it), reserved ahead (pale "
         "blue; this request will still write it), internal waste (hatched: never filled, padding, or held by a "
-        "finished row), unusable (crossed: free in pieces too small while a request waits), free (blank). "
-        f"{shown:,} of {steps:,} steps, extremes kept; the shares in the table are weighted by time."
+        "finished row), unusable (crossed: free in pieces too small while a request waits), free (blank, up to "
+        f"the dotted budget). {shown:,} of {steps:,} steps, extremes kept; shares in the table are weighted by time."
     )
     return Chart("kv", title, note, _table(seen), traces, layout, height)
+
+
+def _line_at(capacity: float, axis: str) -> dict[str, Any]:
+    ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": capacity, "y1": capacity, "yref": axis}
+    return {"type": "line", **ends, "line": {"color": "@muted", "width": 1, "dash": "dot"}, "layer": "below"}
 
 
 def _title(arm: Arm) -> str:
@@ -100,16 +108,15 @@ def _title(arm: Arm) -> str:
     return panel_title(arm, "" if used is None else f"{percent(used, 0)} of what is held is used")
 
 
-def _table(arms: list[Arm]) -> Table:
+def _table(seen: Sequence[tuple[Arm, TrialRecord]]) -> Table:
     names = ("kv_utilization", "kv_waste.internal", "kv_waste.reserved_ahead", "kv_waste.unusable")
     rows = []
-    for arm in arms:
+    for arm, trial in seen:
         values = [(name, arm.metrics.get(name)) for name in names]
-        capacity = None if arm.shown is None else arm.shown.steps["kv_capacity_tokens"].max()
         rows.append(
             [
                 text_cell(arm.name),
-                number_cell(None if capacity is None or pd.isna(capacity) else float(capacity), 0),
+                number_cell(float(trial.steps["kv_capacity_tokens"].max()), 0),
                 *(Cell(percent(value), value, (arm.name, "metrics", name)) for name, value in values),
             ]
         )

@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
-from harness.report.panels import Panel, axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
+from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
 from harness.report.parts import Cell, Chart, Table, floats, label, number_cell, percent, percent_cell, text_cell
 
 PREFILL, DECODE, DEAD = "prefill", "decode", "dead"
@@ -24,7 +24,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MAX_BARS = 2000
-ROW_PX, LEAST_PX, MOST_PX = 15, 62, 176
+ROW_PX, LEAST_PX, MOST_PX = 14, 58, 112
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Occupancy:
 
     @property
     def empty_share(self) -> float | None:
-        return 1 - sum(self.seconds.values()) / self.capacity_s if self.capacity_s > 0 else None
+        return max(0.0, 1 - sum(self.seconds.values()) / self.capacity_s) if self.capacity_s > 0 else None
 
 
 def occupancy(trial: TrialRecord) -> Occupancy:
@@ -93,20 +93,19 @@ def occupancy(trial: TrialRecord) -> Occupancy:
 
 
 def chart(report: Report) -> Chart:
-    arms, total = panel_arms(report)
-    found = {arm.name: occupancy(arm.shown) for arm in arms if arm.shown is not None}
-    seen = [arm for arm in arms if found[arm.name].bars]
+    drawn, total = panel_arms(report, lambda trial: bool(trial.steps["slot_request_ids"].map(len).max() > 0))
+    seen = [(arm, occupancy(trial)) for arm, trial in drawn]
     title = "Slot occupancy: each row a slot of the batch, each bar a request"
     if not seen:
         return Chart("slots", title, "", Table((), ()), empty="No step of any arm recorded who held which slot.")
     limit = report.points(MAX_BARS, 200)
-    panels = [Panel(arm, panel_height(found[arm.name].used_slots)) for arm in seen]
-    layout, height = stack(panels, [_title(arm, found[arm.name]) for arm in seen], time_range(seen))
+    heights = [panel_height(occupied.used_slots) for _, occupied in seen]
+    layout, height = stack(heights, [_title(arm, occupied) for arm, occupied in seen], time_range(drawn))
     layout |= {"barmode": "overlay", "bargap": 0, "showlegend": False, "hovermode": "closest"}
     traces: list[dict[str, Any]] = []
     shown_bars = 0
-    for index, arm in enumerate(seen):
-        rows = found[arm.name].used_slots
+    for index, (_, occupied) in enumerate(seen):
+        rows = max(1, occupied.used_slots)
         layout[axis_key(index)] |= {
             "range": [rows - 0.5, -0.5],
             "tick0": 0,
@@ -114,16 +113,22 @@ def chart(report: Report) -> Chart:
             "showgrid": False,
             "title": {"text": "slot"},
         }
-        kept = found[arm.name].bars[:limit]
+        kept = occupied.bars[:limit]
         shown_bars += len(kept)
-        traces += _traces(kept, arm, axis_name(index))
-    all_bars = sum(len(found[arm.name].bars) for arm in seen)
+        traces += _traces(kept, axis_name(index))
+    all_bars = sum(len(occupied.bars) for _, occupied in seen)
     note = (
-        f"{which_trials(seen, total)} Blue: a request that still yields tokens (paler until its first one). Hatched: "
+        f"{which_trials(drawn, total)} Blue: a request that still yields tokens (paler until its first one). Hatched: "
         "it has finished, but its row is computed until the batch ends. Blank: nobody. Recomputation after preemption "
         f"counts as decoding. {shown_bars:,} of {all_bars:,} bars, by start; shares are of all slot time in steps."
     )
-    return Chart("slots", title, note, _table(seen, found), traces, layout, height)
+    return Chart("slots", title, note, _table(seen), traces, layout, height)
+
+
+def used_slots(trial: TrialRecord) -> int:
+    """How many rows its panel has: up to the highest slot that anybody held."""
+    held = (slot + 1 for slots in trial.steps["slot_request_ids"] for slot, owner in enumerate(slots) if owner)
+    return max(held, default=0)
 
 
 def panel_height(rows: int) -> int:
@@ -138,7 +143,7 @@ def _title(arm: Arm, occupied: Occupancy) -> str:
     return panel_title(arm, slots, f"dead {percent(dead, 0)}", f"empty {percent(occupied.empty_share, 0)}")
 
 
-def _traces(bars: list[Bar], arm: Arm, axis: str) -> list[dict[str, Any]]:
+def _traces(bars: list[Bar], axis: str) -> list[dict[str, Any]]:
     by_state: dict[str, list[Bar]] = defaultdict(list)
     for bar in bars:
         by_state[bar.state].append(bar)
@@ -162,11 +167,10 @@ def _traces(bars: list[Bar], arm: Arm, axis: str) -> list[dict[str, Any]]:
     ]
 
 
-def _table(arms: list[Arm], found: dict[str, Occupancy]) -> Table:
+def _table(seen: list[tuple[Arm, Occupancy]]) -> Table:
     columns = ("arm", "slots", "slots used", "until first token", "decoding", "dead", "empty", "utilisation, some wait")
     rows = []
-    for arm in arms:
-        occupied = found[arm.name]
+    for arm, occupied in seen:
         utilisation = arm.metrics.get("slot_utilization")
         rows.append(
             [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from harness.report.data import Arm, Report
-from harness.report.panels import Panel, axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
+from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
 from harness.report.parts import Cell, Chart, Table, floats, number, percent, text_cell
 from harness.report.sampling import extremes
 
@@ -24,20 +24,17 @@ METRICS: tuple[tuple[str, Callable[[float | None], str]], ...] = (
 
 def chart(report: Report) -> Chart:
     title = "Speculation: tokens drafted and accepted in each step"
-    arms, total = panel_arms(report)
-    seen = [arm for arm in arms if arm.shown is not None and arm.shown.steps["draft_tokens"].sum() > 0]
+    seen, total = panel_arms(report, lambda trial: bool(trial.steps["draft_tokens"].sum() > 0))
     if not seen:
         return Chart("speculation", title, "", Table((), ()), empty="No arm drafts tokens.")
-    layout, height = stack([Panel(arm, PANEL_PX) for arm in seen], [_title(arm) for arm in seen], time_range(seen))
+    layout, height = stack([PANEL_PX] * len(seen), [_title(arm) for arm, _ in seen], time_range(seen))
     layout |= {"showlegend": False, "hovermode": "x"}
     traces: list[dict[str, Any]] = []
     shown = steps = 0
-    for index, arm in enumerate(seen):
-        if arm.shown is None:
-            continue
+    for index, (_, trial) in enumerate(seen):
         layout[axis_key(index)] |= {"rangemode": "tozero", "nticks": 4, "title": {"text": "tokens a step"}}
-        start = arm.shown.steps["start_s"].to_numpy(float)
-        counts = [arm.shown.steps[name].to_numpy(float, na_value=np.nan) for name in COUNTS]
+        start = trial.steps["start_s"].to_numpy(float)
+        counts = [trial.steps[name].to_numpy(float, na_value=np.nan) for name in COUNTS]
         kept = extremes(counts, report.points(STEPS_A_PANEL))
         shown, steps = shown + len(kept), steps + len(start)
         looks: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
@@ -63,7 +60,7 @@ def chart(report: Report) -> Chart:
         f"{shown:,} of {steps:,} steps, extremes kept. A low share of distinct 4-grams means repetitive text, which "
         "flatters speculation."
     )
-    return Chart("speculation", title, note, _table(seen), traces, layout, height)
+    return Chart("speculation", title, note, _table([arm for arm, _ in seen]), traces, layout, height)
 
 
 def _title(arm: Arm) -> str:

@@ -52,7 +52,13 @@ def chart(report: Report) -> Chart:
                 "y": list(range(len(seen))),
                 "marker": {
                     "color": colour,
-                    "pattern": {"shape": pattern, "size": 5, "solidity": 0.25, "fgcolor": "@paper"},
+                    "pattern": {
+                        "shape": pattern,
+                        "size": 5,
+                        "solidity": 0.25,
+                        "fillmode": "overlay",
+                        "fgcolor": "@paper",
+                    },
                 },
                 "hovertemplate": f"{phase} %{{x:.2f}} %<extra></extra>",
             }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.panels import panel_arms, time_range, which_trials
 from harness.report.parts import LEGEND_ABOVE, Chart, Table, floats, label, number_cell, text_cell
@@ -29,11 +31,11 @@ PANEL_PX = 150
 
 def chart(report: Report) -> Chart:
     title = "Telemetry: what the machine did meanwhile"
-    arms, total = panel_arms(report)
-    panels = [(found, *series) for series in SERIES if (found := _lines(arms, series[0], series[1]))]
+    drawn, total = panel_arms(report)
+    panels = [(found, *series) for series in SERIES if (found := _lines(drawn, series[0], series[1]))]
     if not panels:
         return Chart("telemetry", title, "", Table((), ()), empty="No telemetry was recorded.")
-    span = time_range(arms)
+    span = time_range(drawn)
     rows = -(-len(panels) // 2)
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
@@ -94,19 +96,16 @@ def chart(report: Report) -> Chart:
                     number_cell(len(values), 0),
                 ]
             )
-    note = f"{which_trials(arms, total)} {shown:,} of {points:,} samples drawn, extremes kept."
+    note = f"{which_trials(drawn, total)} {shown:,} of {points:,} samples drawn, extremes kept."
     table = Table(("arm", "source", "quantity", "mean", "maximum", "samples (n)"), cells)
     return Chart("telemetry", title, note, table, traces, layout, 90 + PANEL_PX * rows)
 
 
-def _lines(arms: list[Arm], pattern: str, name: str) -> list[tuple[Arm, str, pd.DataFrame]]:
+def _lines(drawn: Sequence[tuple[Arm, TrialRecord]], pattern: str, name: str) -> list[tuple[Arm, str, pd.DataFrame]]:
     """Each arm's samples of one quantity, by source; a field that a device never answered has no line."""
     found = []
-    for arm in arms:
-        if arm.shown is None:
-            continue
-        samples = arm.shown.telemetry
-        samples = samples[samples["name"] == name].dropna(subset=["t_s", "value"])
+    for arm, trial in drawn:
+        samples = trial.telemetry[trial.telemetry["name"] == name].dropna(subset=["t_s", "value"])
         for source in sorted(set(samples["source"].dropna())):
             if re.fullmatch(pattern, source):
                 found.append((arm, source, samples[samples["source"] == source].sort_values("t_s")))

@@ -41,10 +41,14 @@ def chart(report: Report) -> Chart:
                 "mode": "markers+text" if labelled else "markers",
                 "x": floats([points[arm.name][0]]),
                 "y": floats([points[arm.name][1]]),
-                "text": [label(arm.name, 28)],
+                "text": [label(arm.name, 28) + (" (emulated)" if arm.emulated else "")],
                 "textposition": "top center",
                 "cliponaxis": False,
-                "marker": {"symbol": arm.marker, "size": 12, "color": arm.colour},
+                "marker": {
+                    "symbol": f"{arm.marker}-open" if arm.emulated else arm.marker,
+                    "size": 12,
+                    "color": arm.colour,
+                },
                 "hovertemplate": f"%{{fullData.name}}, median<br>{BOTH}",
             },
         ]
@@ -56,7 +60,7 @@ def chart(report: Report) -> Chart:
         "hovermode": "closest",
     }
     left_out = [arm.name for arm in report.arms if arm.name not in points]
-    note = "Filled: median of the trials; open: each trial. An arrow leads from the arm below to the one that differs."
+    note = "Filled: median of the trials; open: each trial. Arrows lead to an arm from the one it builds on."
     if left_out:
         note += f" Without both figures, so not drawn: {', '.join(left_out)}."
     if any(arm.emulated for arm in seen):
@@ -79,7 +83,7 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _step(arm: Arm, points: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
     below = arm.entry["versus"]
-    if below not in points or below == arm.name:
+    if below not in points or below == arm.name or arm.emulated:
         return None
     (x, y), (from_x, from_y) = points[arm.name], points[below]
     return {

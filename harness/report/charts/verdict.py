@@ -1,4 +1,4 @@
-"""The verdict table: each arm's figures, its ratio to the baseline and to the arm below, and what they show."""
+"""The verdict table: each arm's figures, its ratios to the baseline and to the arm it builds on, and what they show."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def rows(report: Report) -> list[Row]:
 
 
 def changes(arm: Arm, report: Report) -> str:
-    """The settings that this arm has and the arm below it (else the baseline) has not."""
+    """The settings that this arm has and the arm it builds on (else the baseline) has not."""
     below = report.arm(arm.entry["versus"]) or report.arm(report.baseline)
     own = [str(setting) for setting in arm.plan.get("overrides") or []]
     if below is None or below is arm:
@@ -208,5 +208,15 @@ def metrics_table(report: Report) -> Table:
                     Cell(f"{ratio.sign} {ratio.verdict}" if shown else "", numeric=False, style=ratio.style),
                 ]
             table.append(cells)
-    columns = ("arm", "metric", "median over trials", "vs baseline", "n", "verdict", "vs arm below", "n", "verdict")
+    columns = (
+        "arm",
+        "metric",
+        "median over trials",
+        "vs baseline",
+        "n",
+        "verdict",
+        "vs arm it builds on",
+        "n",
+        "verdict",
+    )
     return Table(columns, table)
