@@ -27,7 +27,7 @@ def not_allowed(option: str, value: str, allowed: Iterable[str], what: str = "al
     """``option=value`` names something that does not exist; ``what`` says what the listed names are."""
     choices = sorted(allowed)
     hint = nearest(value, choices)
-    said = f"{option}={value}" if value and option else (option or value)
+    said = f"{option}={value}" if option else value
     meant = f"; did you mean {hint}?" if hint else ""
     return BadInput(f"{said}: {what}: {', '.join(choices) or 'nothing'}{meant}")
 

@@ -13,6 +13,7 @@ import pytest
 from harness.__main__ import main
 from harness.check import check_targets, check_values
 from harness.errors import BadInput
+from harness.study import compose_study
 
 ROOT = Path(__file__).parents[2]
 NONE = "study=none"
@@ -158,3 +159,11 @@ def test_a_target_outside_the_project_is_refused_however_deep() -> None:
     check_targets({"a": {"_target_": "impls.x.Y", "b": {"_target_": "workloads.z.W"}}})
     with pytest.raises(BadInput, match=r"a\.b\._target_=os\.system: must start with one of"):
         check_targets({"a": {"_target_": "impls.x.Y", "b": {"_target_": "os.system"}}})
+
+
+@pytest.mark.parametrize("study", ["aa", "controls", "ladder", "none", "smoke"])
+def test_every_study_as_shipped_composes(study: str) -> None:
+    composed = compose_study([f"study={study}"])
+    assert composed.whole["study"]["name"] == study
+    for arm in composed.arms:
+        assert composed.configs[arm.name]["model"]["name"] == "smollm2_135m"
