@@ -75,17 +75,16 @@ class SDPAAttention(AttentionBackend):
         group.causal = query_len > MAX_PACKED_QUERIES and query_len == kv_len
         if equal and first_blocks is not None:
             group.blocks = as_slice([first_blocks[i] for i in members])
-        index = torch.tensor(members, device=self.device)
-        lengths = batch.seq_lens[index, None].long()
         keys = torch.arange(kv_len, device=self.device)
         if group.blocks is None:
             # Padding repeats position 0, which is written: a masked key still meets 0 * NaN in the values.
-            keys_or_first = torch.where(keys < lengths, keys, 0)
+            index = torch.tensor(members, device=self.device)
+            keys_or_first = torch.where(keys < batch.seq_lens[index, None], keys, 0)
             blocks = batch.block_table[index].long().gather(1, keys_or_first // batch.block_size)
             group.slots = (blocks * batch.block_size + keys_or_first % batch.block_size).view(-1)
         if not group.causal and not (equal and query_len == 1):
             positions = batch.positions[rows].view(len(members), query_len, 1)
-            group.mask = (keys <= positions) & (keys < lengths[:, None])
+            group.mask = keys <= positions
         return group
 
     def _rows(self, members: list[int], starts: list[int], query_len: int) -> slice | Tensor:

@@ -7,6 +7,7 @@ import torch
 from attention_steps import DECODE, MIXED, Step, model_shape, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from impls.attention.sdpa import MIN_GROUP, MIN_VIEW, SDPAAttention, as_slice, partition
 
@@ -71,6 +72,29 @@ def test_contiguous_sequences_of_equal_length_are_read_in_place():
     backend = SDPAAttention(step.shape, step.device)
     torch.testing.assert_close(step.run(backend), step.reference(), **tolerance(torch.float32))
     assert backend.gathered_bytes(step.batch) == 0
+
+
+def test_contiguous_sequences_of_unequal_length_are_not():
+    """A view over neighbouring blocks would reach past the end of the shorter sequences."""
+    step = Step([(1, 70), (1, 20), (1, 45)], block_size=CONTIGUOUS, shuffle=False)
+    torch.testing.assert_close(step.run(step.backend(SDPAAttention)), step.reference(), **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["plain", "interleaved", "heads_first"])
+def test_no_layout_makes_it_copy_the_whole_cache(layout):
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view:
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    step = Step([(1, 20), (4, 33)], block_size=16, layout=layout)
+    with Largest() as seen:
+        step.run(step.backend(SDPAAttention))
+    assert 0 < seen.numel <= step.k.numel() // 2
 
 
 def test_gathered_bytes_counts_every_copied_position_in_every_layer():
