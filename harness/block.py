@@ -88,7 +88,7 @@ def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -
         return
     why = ending.error or "ended without a record"
     if ending.interrupted:
-        _record(job, "aborted", [f"stopped by the user: {why}"])
+        _record(job, "aborted", [why])
     else:
         _record(job, "failed", [why])
 

@@ -132,6 +132,8 @@ def _describe(code: int, output: IO[bytes]) -> str | None:
     """The child's exit status in one line, with the last line that it printed."""
     if code == 0:
         return None
+    if code == -signal.SIGINT:
+        return "stopped by the user before anything was measured"
     output.seek(0)
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     last = one_line(lines[-1])[:500] if lines else "it printed nothing"
