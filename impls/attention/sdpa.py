@@ -19,7 +19,7 @@ from impls.seams import AttentionBackend, ModelShape, StepBatch
 MAX_PACKED_QUERIES = 16  # more queries than this fill a call on their own, and then a causal call beats a mask
 MIN_GROUP = 8  # measured on 2 cores: below this a further call costs more than the padding that it saves
 MAX_PADDING = 1.1  # from MIN_GROUP on, a longer sequence than this x the group's shortest starts a new group
-MIN_VIEW = 1024  # one-block sequences of at least this length are read in place, each in its own call
+MIN_VIEW = 2048  # one-block sequences of at least this length are read in place, each in its own call
 
 
 @dataclass
