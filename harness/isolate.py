@@ -21,6 +21,7 @@ from typing import IO, Any
 from harness.errors import one_line
 
 CHILD = (sys.executable, "-m", "harness.child")
+ROOT = str(Path(__file__).resolve().parent.parent)  # the child imports what its parent did, from whatever folder
 POLL_S = 0.2
 GRACE_S = 30.0  # for an interrupted child to finish its record
 
@@ -53,6 +54,7 @@ def run_isolated(
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(write_fd,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
         os.close(write_fd)
