@@ -115,6 +115,18 @@ def test_wrong_tensors_are_refused_by_name() -> None:
         native.paged_attention(step.q, step.k, step.v, *tables[:2], b.block_table.long(), 1.0)
 
 
+@needs_native
+def test_torch_compile_keeps_the_call_in_its_graph() -> None:
+    step = Step(DECODE, block_size=16)
+    backend = step.backend(NativeAttention)
+    expected = step.run(backend)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return backend.forward(q * 1, step.k, step.v, 0) + 1
+
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(step.q), expected + 1)
+
+
 def test_validate_says_why_not() -> None:
     def arm(device: str, head_dim: int = 64) -> Arm:
         return Arm({}, model_shape(2, 1, head_dim), 128, device, 1 << 20)
