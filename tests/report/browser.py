@@ -51,6 +51,7 @@ class Page:
         theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._call("Emulation.setEmulatedMedia", features=theme)
         self._call("Page.navigate", url=path.as_uri())
+        self.wait_for(f"location.href === {json.dumps(path.as_uri())} && document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
         """The JSON value of an expression, a promise's once it is settled."""

@@ -90,7 +90,7 @@ def chart(report: Report) -> Chart:
             if found[part].any()
         ]
     note = (
-        f"{which_trials(seen, total)} Bottom to top: used (blue; a live sequence attends to it), reserved ahead (pale "
+        f"{which_trials(seen, total)} Bottom to top: used (blue; a live sequence attends to it), reserved ahead (faint "
         "blue; this request will still write it), internal waste (hatched: never filled, padding, or held by a "
         "finished row), unusable (crossed: free in pieces too small while a request waits), free (blank, up to "
         f"the dotted budget). {shown:,} of {steps:,} steps, extremes kept; shares in the table are weighted by time."

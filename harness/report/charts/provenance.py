@@ -34,17 +34,7 @@ def notices(report: Report) -> list[Notice]:
     if emulated:
         details = [f"{arm.name}: {note}" for arm in emulated for note in arm.emulated]
         found.append(Notice("note", "emulated: this speed is not compared", [arm.name for arm in emulated], details))
-    kinds: dict[str, dict[str, list[str]]] = {}
-    for arm in report.arms:
-        for text, trials in arm.warnings.items():
-            kind = text.partition(":")[0]
-            numbers = ", ".join(map(str, trials))
-            kinds.setdefault(kind, {}).setdefault(arm.name, []).append(f"{arm.name}, trial {numbers}: {text}")
-    found += [
-        Notice("warning", kind, list(by_arm), [line for lines in by_arm.values() for line in lines])
-        for kind, by_arm in kinds.items()
-    ]
-    return found
+    return found + _warnings(report)
 
 
 def conditions(report: Report) -> list[tuple[str, str]]:
@@ -148,6 +138,23 @@ def machine_table(report: Report) -> Table:
             shown = "; ".join(f"{value} ({', '.join(trials)})" for value, trials in by_value.items())
             rows.append([text_cell(key), text_cell(shown)])
     return Table(("property", "value"), rows)
+
+
+def _warnings(report: Report) -> list[Notice]:
+    """By kind (what stands before the colon); each wording once, with the arms and trials that have it."""
+    kinds: dict[str, dict[str, dict[str, list[int]]]] = {}
+    for arm in report.arms:
+        for text, trials in arm.warnings.items():
+            kinds.setdefault(text.partition(":")[0], {}).setdefault(text, {})[arm.name] = trials
+    notices = []
+    for kind, texts in kinds.items():
+        arms = list(dict.fromkeys(name for by_arm in texts.values() for name in by_arm))
+        details = []
+        for text, by_arm in texts.items():
+            where = "; ".join(f"{name} {', '.join(map(str, trials))}" for name, trials in by_arm.items())
+            details.append(f"{text.partition(':')[2].strip() or text} \u2014 trials: {where}")
+        notices.append(Notice("warning", kind, arms, details))
+    return notices
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -118,11 +118,24 @@ def chart(report: Report) -> Chart:
         traces += _traces(kept, axis_name(index))
     all_bars = sum(len(occupied.bars) for _, occupied in seen)
     note = (
-        f"{which_trials(drawn, total)} Blue: a request that still yields tokens (paler until its first one). Hatched: "
-        "it has finished, but its row is computed until the batch ends. Blank: nobody. Recomputation after preemption "
-        f"counts as decoding. {shown_bars:,} of {all_bars:,} bars, by start; shares are of all slot time in steps."
+        f"{which_trials(drawn, total)} Blue: a request that still yields tokens (fainter until its first one). "
+        "Hatched: it has finished, but its row is computed until the batch ends. Blank: nobody. Recomputation after "
+        f"preemption counts as decoding. {shown_bars:,} of {all_bars:,} bars, by start; shares: of all slot time in steps."
     )
+    for (arm, trial), (_, occupied) in zip(drawn, seen, strict=True):
+        hidden = dead_seconds(trial) - occupied.seconds[DEAD]
+        if hidden > 0.01 * occupied.capacity_s:
+            note += (
+                f" {arm.name}: tokens were held until their batch ended, so dead rows "
+                f"({percent(hidden / occupied.capacity_s)} of slot time) look like decoding ones."
+            )
     return Chart("slots", title, note, _table(seen), traces, layout, height)
+
+
+def dead_seconds(trial: TrialRecord) -> float:
+    """Slot-seconds of dead rows as the steps counted them."""
+    steps = trial.steps
+    return float((steps["dead_rows"].fillna(0) * (steps["end_s"] - steps["start_s"])).sum())
 
 
 def used_slots(trial: TrialRecord) -> int:
