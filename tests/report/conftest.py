@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
+from simulated_run import HOSTILE, ArmPlan, run_record, write_measured, write_plan, write_run
 
 from harness.records import write_trial
 from harness.report import build
 from harness.summary import summarize
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}%{x}<b>"
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +34,3 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     summarize(run_dir)
     build(run_dir)
     return run_dir
-
-
-__all__ = ["HOSTILE", "LADDER"]

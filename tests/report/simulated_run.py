@@ -21,6 +21,8 @@ from impls.request import Request, SamplingParams
 from impls.seams import Emission, KVReservation, StepResult, StepStats
 
 BUDGET_TOKENS, MAX_MODEL_LEN, BLOCK = 3072, 768, 16
+# Would be HTML, script, a template or a Plotly tag if anything let it.
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}%{x}<b>"
 HARDWARE = {"device": "cpu", "name": "Scripted CPU", "cpu_capability": "AVX2", "cores": 2, "threads": 2}
 
 

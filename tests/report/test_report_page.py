@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from conftest import HOSTILE
 from page_reader import Page, strings
-from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
+from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
 
 from harness.records import read_json, write_trial
 from harness.report import build

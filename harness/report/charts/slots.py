@@ -120,7 +120,7 @@ def chart(report: Report) -> Chart:
     note = (
         f"{which_trials(drawn, total)} Blue: a request that still yields tokens (fainter until its first one). "
         "Hatched: it has finished, but its row is computed until the batch ends. Blank: nobody. Recomputation after "
-        f"preemption counts as decoding. {shown_bars:,} of {all_bars:,} bars, by start; shares: of all slot time in steps."
+        f"preemption counts as decoding. {shown_bars:,} of {all_bars:,} bars, by start; shares of all slot time."
     )
     for (arm, trial), (_, occupied) in zip(drawn, seen, strict=True):
         hidden = dead_seconds(trial) - occupied.seconds[DEAD]
