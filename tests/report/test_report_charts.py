@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from page_reader import Page
-from simulated_run import LADDER, write_run
+from simulated_run import HOSTILE, LADDER, write_run
 
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, TrialRecord, empty_frame, frame, read_run
 from harness.report.charts.kv_memory import PARTS, kv_parts
@@ -18,7 +19,7 @@ from harness.report.charts.latency import itl_values, ttft_values
 from harness.report.charts.slots import DEAD, DECODE, PREFILL, Bar, chart, dead_seconds, occupancy
 from harness.report.charts.verdict import forest
 from harness.report.data import load
-from harness.report.parts import byte_size, floats, label, number, percent
+from harness.report.parts import Chart, Table, byte_size, floats, label, number, percent
 from harness.report.sampling import TAIL, extremes, ranks
 
 
@@ -119,6 +120,11 @@ def test_ranks_keep_the_whole_tail() -> None:
     assert len(kept) <= 400 and kept[0] == 0
     assert kept[-TAIL:].tolist() == list(range(50_000 - TAIL, 50_000))
     assert ranks(3, 400).tolist() == [0, 1, 2]
+
+
+def test_a_charts_data_cannot_close_its_script_element() -> None:
+    spec = Chart("key", "title", "note", Table((), ()), [{"name": HOSTILE}]).spec
+    assert not set("<>&") & set(spec) and json.loads(spec)["data"][0]["name"] == HOSTILE
 
 
 def test_texts_of_numbers() -> None:
