@@ -1,4 +1,4 @@
-"""One arm's configuration: what is `auto` or relative is settled once per study, then every option says whether it can run."""
+"""One arm's configuration: `auto` and relative values settled once a study, then asked whether it can run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def resolve_device(name: str) -> str:
 
 
 def draft_options(arm: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The draft model's own options, where the arm's proposer runs one; ``proposer.model`` null is the target itself."""
+    """The draft model's own options, where its proposer runs one; ``proposer.model`` null is the target itself."""
     proposer = arm["proposer"]
     if not uses_proposer(arm) or not locate(proposer).needs_draft_model:
         return None

@@ -1,4 +1,4 @@
-"""Feeds a request stream to a target and records what comes back. Open and closed loop; the real and the virtual clock."""
+"""Feeds a request stream to a target and records what comes back. Open and closed loop; real and virtual clock."""
 
 from __future__ import annotations
 

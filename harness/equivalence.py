@@ -41,7 +41,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of ``requests`` that both arms finished, ``identical`` agree in every token; the others are in ``divergences``."""
+    """Of ``requests`` that both arms finished, ``identical`` agree in every token; ``divergences`` has the others."""
 
     requests: int
     identical: int
@@ -107,8 +107,12 @@ class TeacherForcer:
     ) -> list[Divergence]:
         """The first divergences with the reference's gap at each."""
         outputs = finished_outputs(reference)
+
+        def prompt(request_id: str) -> Sequence[int]:
+            return requests[request_id].prompt_token_ids
+
         return [
-            replace(d, gap=self.top2_gap([*requests[d.request_id].prompt_token_ids, *outputs[d.request_id][: d.position]]))
+            replace(d, gap=self.top2_gap([*prompt(d.request_id), *outputs[d.request_id][: d.position]]))
             for d in agreement.divergences[:MAX_TEACHER_FORCED]
         ]
 

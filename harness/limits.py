@@ -25,7 +25,7 @@ WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the device could do at best: FLOP/s in the arm's arithmetic, bytes/s of its memory, and where that is from."""
+    """What the device could do at best: FLOP/s in the arm's arithmetic, bytes/s of its memory, and who says so."""
 
     flops_per_s: float | None
     bytes_per_s: float | None

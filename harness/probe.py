@@ -1,4 +1,4 @@
-"""What this machine really achieves: a short copy and GEMM probe, once per machine, so that MFU and MBU mean something."""
+"""What this machine really achieves: a short read and GEMM probe, once a machine, so that MFU and MBU mean something."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def peaks(device: str, precision: str, cache_dir: Path) -> Peaks:
         known = datasheet_peaks(torch.cuda.get_device_name(0), precision)
         if known is not None:
             return known
-    key = {"device": device, "name": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    name, threads = device_name(device), torch.get_num_threads()
+    key = {"device": device, "name": name, "threads": threads, "torch": torch.__version__}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_dir / f"peaks-{digest}.json"
     if not path.exists():

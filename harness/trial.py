@@ -142,7 +142,9 @@ def run_trial(
         "status": status,
         "reasons": [] if completed else ["stopped by the user"],
         "config": dict(config),
-        "axes": {group: value["name"] for group, value in config.items() if isinstance(value, Mapping) and "name" in value},
+        "axes": {
+            group: chosen["name"] for group, chosen in config.items() if isinstance(chosen, Mapping) and "name" in chosen
+        },
         "seed": seed,
         "provenance": provenance(device, kernels(engine))
         | {"host_before": load_before, "host_after": load_after, "workload": stream.provenance}
@@ -162,7 +164,7 @@ def run_trial(
 def warm_up(engine: Engine, stream: RequestStream, clock: RealClock) -> float:
     """Compile and touch every kind of step with prompts that the trial does not contain.
 
-    Returns the seconds from the start of this process to the end of its first step; the rest of the warm-up comes after.
+    Returns the seconds from the start of this process to the end of its first step; the rest of it comes after.
     """
     startup_s: float | None = None
     count = min(engine.scheduler.max_num_seqs, WARM_UP_TOKENS)
@@ -182,7 +184,8 @@ def warm_up(engine: Engine, stream: RequestStream, clock: RealClock) -> float:
 def kernels(engine: Engine) -> dict[str, str]:
     """Which kernels this arm reaches on this device."""
     method = engine.executor.model.method
-    return {"linear": method.kernel, "head": method.head_method().kernel, "attention": type(engine.executor.attention).__name__}
+    attention = type(engine.executor.attention).__name__
+    return {"linear": method.kernel, "head": method.head_method().kernel, "attention": attention}
 
 
 def emulated(engine: Engine) -> list[str]:

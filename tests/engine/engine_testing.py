@@ -52,7 +52,9 @@ def request(request_id: str, prompt: Sequence[int], max_tokens: int, **sampling)
     return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling))
 
 
-def run(engine: Engine, requests: Sequence[Request], max_steps: int = 5000) -> tuple[dict[str, list[int]], list[StepResult]]:
+def run(
+    engine: Engine, requests: Sequence[Request], max_steps: int = 5000
+) -> tuple[dict[str, list[int]], list[StepResult]]:
     """Everything submitted at once, stepped to the end; output tokens by request, and all steps."""
     for each in requests:
         engine.add_request(each)

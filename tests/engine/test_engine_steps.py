@@ -31,6 +31,10 @@ def prompts(count, length, seed=0):
     return [torch.randint(3, 500, (length,), generator=generator).tolist() for _ in range(count)]
 
 
+def stopping_at(token, prompt):
+    return Request("r", tuple(prompt), SamplingParams(max_tokens=12, stop_token_ids=(token,), ignore_eos=True))
+
+
 def test_rows_of_a_static_batch_by_hand(tiny):
     """Prompts of 3 and 5 tokens, outputs of 2 and 4: two padding rows, then the first row is dead for two steps."""
     engine = engine_for(tiny, batching=("static", {"max_num_seqs": 2}), kv_cache="contiguous")
@@ -61,7 +65,7 @@ def test_stop_token_ends_the_request_and_is_kept(tiny):
     stop = free[5]
     first = free.index(stop)
     engine = engine_for(tiny)
-    engine.add_request(Request("r", tuple(prompt), SamplingParams(max_tokens=12, stop_token_ids=(stop,), ignore_eos=True)))
+    engine.add_request(stopping_at(stop, prompt))
     emissions = []
     while engine.has_work:
         emissions += engine.step(math.inf).emissions
@@ -77,7 +81,7 @@ def test_drafts_past_a_stop_token_are_cut(tiny):
     engine = engine_for(
         tiny, decoding="speculative", proposer=("draft_model", {"precision": "fp32"}), budget_tokens=1024
     )
-    engine.add_request(Request("r", tuple(prompt), SamplingParams(max_tokens=12, stop_token_ids=(stop,), ignore_eos=True)))
+    engine.add_request(stopping_at(stop, prompt))
     tokens, reasons = [], []
     while engine.has_work:
         for emission in engine.step(math.inf).emissions:
