@@ -1,4 +1,4 @@
-"""What this machine really achieves: a short read and GEMM probe, once a machine, so that MFU and MBU mean something."""
+"""What this machine really achieves: a short probe, once a machine, so that MFU and MBU mean something."""
 
 from __future__ import annotations
 

@@ -143,7 +143,9 @@ def run_trial(
         "reasons": [] if completed else ["stopped by the user"],
         "config": dict(config),
         "axes": {
-            group: chosen["name"] for group, chosen in config.items() if isinstance(chosen, Mapping) and "name" in chosen
+            group: chosen["name"]
+            for group, chosen in config.items()
+            if isinstance(chosen, Mapping) and "name" in chosen
         },
         "seed": seed,
         "provenance": provenance(device, kernels(engine))

@@ -189,7 +189,7 @@ class KVCacheManager(ABC):
 
 @dataclass(frozen=True)
 class KVReservation:
-    """One sequence's hold on the cache in one step, in positions; the recorder splits it once the final length is known."""
+    """One sequence's hold on the cache in one step, in positions; split once its final length is known."""
 
     request_id: str
     reserved: int
