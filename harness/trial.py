@@ -26,9 +26,9 @@ from harness.telemetry.host import HostSource, ProcessSource, host_load
 from harness.telemetry.sampler import Sampler, Source
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
-from impls.models.cache import cache_dir
 from impls.models.source import open_model
 from impls.seams import StepResult, StepStats
+from impls.user_cache import cache_dir
 from workloads import build_stream
 from workloads.stream import RequestStream
 

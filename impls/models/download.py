@@ -16,8 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from impls.models.cache import cache_dir, making
+from impls.models.cache import making
 from impls.models.errors import ModelError
+from impls.user_cache import cache_dir
 
 POLL_S = 0.25
 

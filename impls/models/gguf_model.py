@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from impls.models.cache import cache_dir, making
+from impls.models.cache import making
 from impls.models.checkpoint import SafetensorsWeights, sampled_fingerprint, shape_from_config
 from impls.models.errors import ModelError
 from impls.models.gguf_header import GGUFHeader, TensorInfo
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_tensors
 from impls.seams import ModelShape
+from impls.user_cache import cache_dir
 
 FORMAT = 1  # of the converted file: raised when the conversion changes, so that old files are not read
 ROPE_FACTORS = "rope_freqs.weight"  # llama3 rope scaling, as a divisor for each frequency

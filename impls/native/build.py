@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from impls.user_cache import cache_dir
+
 SOURCE = Path(__file__).parent / "src"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared",
          "-fvisibility=hidden", "-std=gnu11", "-w")  # fmt: skip
@@ -23,11 +25,6 @@ COMPILE_LIMIT_S = 60.0
 
 class NativeUnavailable(RuntimeError):
     """The kernels cannot be built or loaded here; the message says why."""
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm-serving-harness" / "native"
 
 
 def _cpu_identity() -> str:
@@ -68,7 +65,7 @@ def library_path(compiler: str, folder: Path) -> Path:
 
 def compile_library(folder: Path | None = None) -> Path:
     """The shared library for this CPU, from the cache if it is there. NativeUnavailable if it cannot be made."""
-    compiler, folder = _compiler(), folder or cache_folder()
+    compiler, folder = _compiler(), folder or cache_dir() / "native"
     library = library_path(compiler, folder)
     if library.exists():
         return library

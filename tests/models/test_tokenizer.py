@@ -10,12 +10,12 @@ import pytest
 from gguf_files import byte_level_vocabulary
 from tokenizers import Tokenizer as FastTokenizer
 
-from impls.models.cache import cache_dir
 from impls.models.errors import ModelError
 from impls.models.gguf_header import read_header
 from impls.models.gguf_tokenizer import tokenizer_from_gguf
 from impls.models.source import ModelSource
 from impls.models.tokenizer import Tokenizer, tokenizer_from_directory
+from impls.user_cache import cache_dir
 
 TEXTS = [
     "The quick brown fox doesn't jump over 12345 lazy dogs in 2024; it's 3.14159!",
