@@ -38,6 +38,7 @@ def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
         if device not in free:
             free[device] = memory_free_bytes(device)
         source = open_model(arm["model"])
+        arm["workload"] = readable_traffic(arm["workload"], source)
         kv_cache = dict(arm["kv_cache"])
         kv_cache["budget_bytes"] = budget_bytes(kv_cache.pop("budget"), source, free[device])
         arm["kv_cache"] = kv_cache
@@ -54,6 +55,15 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadInput("device=cuda: torch sees no CUDA device here; allowed: auto, cpu")
     return name
+
+
+def readable_traffic(workload: Mapping[str, Any], source: ModelSource) -> dict[str, Any]:
+    """Synthetic weights have no tokenizer: natural prompts become random tokens of the same lengths, and say so."""
+    prompts = workload.get("prompts")
+    if source.tokenizer is not None or prompts is None or prompts.get("law", prompts["name"]) != "natural":
+        return dict(workload)
+    note = f"{workload['source']}; random tokens, as {source.name} has no tokenizer"
+    return {**workload, "prompts": option("workload/prompts", "random"), "source": note}
 
 
 def draft_options(arm: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -55,13 +55,15 @@ def drive(
     recorder: Recorder,
     clock: RealClock | VirtualClock,
     *,
+    initial: list[Request],
     on_step: Callable[[StepResult], None] = lambda result: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Submit each request at its intended arrival and step the target until all have ended. True if it ran to its end.
 
-    Pacing is by absolute deadlines, so a late step delays what follows it but never the schedule itself. On
-    `should_stop` the requests that are still open are aborted and recorded as such.
+    ``initial`` is ``stream.initial()``, called before the clock starts: building prompts is no part of the run. Pacing
+    is by absolute deadlines, so a late step delays what follows it but never the schedule itself. `on_step` is called
+    while nothing can run as well. On `should_stop` the requests that are still open are aborted and recorded as such.
     """
     pending: list[tuple[float, int, Request]] = []
     order = 0
@@ -72,7 +74,7 @@ def drive(
             heapq.heappush(pending, (request.arrival_s, order, request))
             order += 1
 
-    push(stream.initial())
+    push(initial)
     open_requests: dict[str, Request] = {}
     outputs: dict[str, list[int]] = {}
     while pending or open_requests or target.has_work:
@@ -91,6 +93,7 @@ def drive(
         until = pending[0][0] if pending else math.inf
         if not target.has_work:
             clock.sleep_until(min(until, now + 0.5) if isinstance(clock, RealClock) else until)
+            on_step(StepResult())
             continue
         result = target.step(until)
         recorder.step(result)

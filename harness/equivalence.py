@@ -103,9 +103,9 @@ class TeacherForcer:
         return float(best - second)
 
     def judge(
-        self, agreement: Agreement, requests: Mapping[str, Request], reference: pd.DataFrame
+        self, agreement: Agreement, requests: Mapping[str, Request], reference: pd.DataFrame, limit: int | None
     ) -> list[Divergence]:
-        """The first divergences with the reference's gap at each."""
+        """The first ``limit`` divergences (None: all) with the reference's gap at each."""
         outputs = finished_outputs(reference)
 
         def prompt(request_id: str) -> Sequence[int]:
@@ -113,7 +113,7 @@ class TeacherForcer:
 
         return [
             replace(d, gap=self.top2_gap([*prompt(d.request_id), *outputs[d.request_id][: d.position]]))
-            for d in agreement.divergences[:MAX_TEACHER_FORCED]
+            for d in agreement.divergences[:limit]
         ]
 
 
@@ -131,6 +131,8 @@ def check_study(run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baselin
         trial = next((t for t in record.of_arm(arm) if t.run["status"] == "ok" and t.run["trial"] in references), None)
         if trial is None or arm == baseline or "equivalence" in trial.run:
             continue
+        if config["decoding"].get("acceptance_rate") is not None:
+            continue  # a set acceptance rate emits tokens that nobody's model chose
         reference = references[trial.run["trial"]]
         requests = greedy_requests(config, trial.run["seed"])
         agreement = compare(
@@ -140,7 +142,8 @@ def check_study(run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baselin
             continue
         if agreement.divergences and forcer is None:
             forcer = TeacherForcer(configs[baseline])
-        judged = [] if forcer is None else forcer.judge(agreement, requests, reference.requests)
+        limit = None if is_fp32(config) and is_fp32(configs[baseline]) else MAX_TEACHER_FORCED
+        judged = [] if forcer is None else forcer.judge(agreement, requests, reference.requests, limit)
         _record(trial, reference, agreement, judged, same_precision(config, configs[baseline]))
 
 
@@ -157,6 +160,10 @@ def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
     return {r.request_id: r for r in stream.initial() if r.sampling.temperature == 0}
 
 
+def is_fp32(config: Mapping[str, Any]) -> bool:
+    return bool(config["precision"]["name"] == "fp32")
+
+
 def same_precision(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
     return all(config[group]["name"] == reference[group]["name"] for group in ("precision", "kv_dtype"))
 
@@ -165,9 +172,9 @@ def _record(
     trial: TrialRecord, reference: TrialRecord, agreement: Agreement, judged: Sequence[Divergence], equal: bool
 ) -> None:
     """Write the verdict into the trial's run.json."""
-    is_fp32 = trial.run["axes"]["precision"] == "fp32"
-    tie = FP32_TIE if is_fp32 else LOW_PRECISION_TIE
-    excused = sum(d.gap is not None and d.gap <= tie for d in judged) if is_fp32 and equal else 0
+    in_fp32 = equal and trial.run["axes"]["precision"] == "fp32"
+    tie = FP32_TIE if in_fp32 else LOW_PRECISION_TIE
+    excused = sum(d.gap is not None and d.gap <= tie for d in judged) if in_fp32 else 0
     run = dict(trial.run)
     run["metrics"] = {**run["metrics"], "equivalence": (agreement.identical + excused) / agreement.requests}
     run["equivalence"] = {

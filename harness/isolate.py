@@ -106,6 +106,7 @@ def _watch(
 ) -> str | None:
     """Follow the child's reports until it ends; why it was killed, or None if it was not."""
     rest, steps, advanced, asked, phase = b"", 0, time.monotonic(), 0.0, "starting"
+    seen: tuple[object, ...] = ()
     is_open = True
     while child.poll() is None:
         if is_open and select.select([read_fd], [], [], POLL_S)[0]:
@@ -114,8 +115,9 @@ def _watch(
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 report = json.loads(line)
-                if report["steps"] != steps or report["phase"] != phase:
-                    steps, phase, advanced = report["steps"], report["phase"], time.monotonic()
+                steps, phase = report["steps"], report["phase"]
+                if (now_seen := (phase, steps, report.get("waits"))) != seen:
+                    seen, advanced = now_seen, time.monotonic()
                 on_progress(report)
         elif not is_open:
             time.sleep(POLL_S)

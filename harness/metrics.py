@@ -254,7 +254,7 @@ def compute_metrics(
         "kv_utilization": shares["used"],
         "kv_waste": {name: shares[name] for name in ("internal", "reserved_ahead", "unusable")},
         "acceptance_rate": _quotient(_total(inside, "accepted_tokens"), _total(inside, "draft_tokens")),
-        "tokens_per_step": _quotient(output_tokens, len(inside)),
+        "tokens_per_step": _quotient(output_tokens, _total(inside, "kept_rows")),  # of one sequence: 1 without drafts
         "prefix_hit_rate_planned": _quotient(
             _total(accepted, "planned_cached_tokens"), _total(accepted, "prompt_tokens")
         ),

@@ -14,20 +14,26 @@ from pathlib import Path
 import torch
 
 from harness.limits import Peaks, datasheet_peaks
+from impls.seams import LinearMethod
+
+PROBE_S = 0.35
 
 
-def peaks(device: str, precision: str, cache_dir: Path) -> Peaks:
-    """Datasheet figures where the device is known, else measured (labelled so) and kept in ``cache_dir``."""
+def peaks(device: str, precision: str, method: LinearMethod, cache_dir: Path) -> Peaks:
+    """Datasheet figures where the device is known, else measured (labelled so) and kept in ``cache_dir``.
+
+    The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic.
+    """
     if device == "cuda":
         known = datasheet_peaks(torch.cuda.get_device_name(0), precision)
         if known is not None:
             return known
     name, threads = device_name(device), torch.get_num_threads()
-    key = {"device": device, "name": name, "threads": threads, "torch": torch.__version__}
+    key = {"device": device, "name": name, "threads": threads, "torch": torch.__version__, "kernel": method.kernel}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_dir / f"peaks-{digest}.json"
     if not path.exists():
-        measured = {"flops_per_s": _gemm_flops_per_s(device), "bytes_per_s": _read_bytes_per_s(device), **key}
+        measured = {"flops_per_s": _gemm_flops_per_s(device, method), "bytes_per_s": _read_bytes_per_s(device), **key}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(measured))
@@ -47,9 +53,10 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def _best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    best = float("inf")
-    for _ in range(repeats):
+def _best_seconds(work: Callable[[], object], device: str) -> float:
+    """The best of many runs over at least a third of a second: one that nothing else disturbed."""
+    best, begun = float("inf"), time.perf_counter()
+    while time.perf_counter() - begun < PROBE_S:
         start = time.perf_counter()
         work()
         if device == "cuda":
@@ -58,19 +65,17 @@ def _best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> 
     return best
 
 
-def _gemm_flops_per_s(device: str) -> float:
-    """The best of FP32 and BF16 at 1024^3: the fastest arithmetic that a dense layer could use here."""
-    n = 1024
-    best = 0.0
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(n, n, device=device).to(dtype)
-        a @ a
-        best = max(best, 2 * n**3 / _best_seconds(partial(torch.mm, a, a), device, 2))
-    return best
+@torch.inference_mode()
+def _gemm_flops_per_s(device: str, method: LinearMethod) -> float:
+    """A layer of 1024 x 1024 over 512 rows, multiplied as the arm multiplies its own."""
+    n, rows = 1024, 512
+    generator = torch.Generator().manual_seed(0)
+    packed = method.pack(torch.randn(n, n, generator=generator) / n**0.5)
+    x = torch.randn(rows, n, generator=generator).to(device, method.activation_dtype)
+    return 2 * rows * n * n / _best_seconds(partial(method.apply, x, packed), device)
 
 
 def _read_bytes_per_s(device: str) -> float:
     """Reading 256 MiB, more than any last-level cache: what streaming the weights once a step is bound by."""
     data = torch.ones(64 * 2**20, device=device)
-    data.sum()
-    return data.numel() * 4 / _best_seconds(lambda: data.sum(), device)
+    return data.numel() * 4 / _best_seconds(data.sum, device)

@@ -25,7 +25,7 @@ _SCALARS = (
     *("start_s", "end_s", "schedule_s", "prepare_s", "forward_s", "sample_s", "propose_s", "commit_s"),
     *("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens", "accepted_tokens"),
     *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_allocation_unit"),
-    *("num_logits_rows", "gathered_bytes", "dequantised_bytes"),
+    *("num_logits_rows", "gathered_bytes"),
 )
 _scalars_of = attrgetter(*_SCALARS)
 _emission_of = attrgetter("request_id", "token_ids", "time_s", "finish_reason")

@@ -32,16 +32,17 @@ from impls.user_cache import cache_dir
 from workloads import build_stream
 from workloads.stream import RequestStream
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 12
 BUSY_HOST_PERCENT = 20.0
 
 
 @dataclass
 class Progress:
-    """What a watcher may want to know; ``steps`` standing still is what a hang looks like."""
+    """What a watcher may want to know; counts that stand still are what a hang looks like."""
 
     phase: str = "starting"
     steps: int = 0
+    waits: int = 0  # for an arrival; neither steps nor waits advancing is a hang
     output_tokens: int = 0
     finished: int = 0
     requests: int = 0
@@ -76,8 +77,11 @@ def run_trial(
     )
     clock = RealClock()
     engine = build_engine(config, source, clock)
-    startup_s = warm_up(engine, stream, clock)
-    roof = peaks(device, str(config["precision"]["name"]), cache_dir())
+    source_of_figures = provenance(device, kernels(engine))
+    startup_s = warm_up(engine, stream)
+    method = engine.executor.model.method
+    roof = peaks(device, str(config["precision"]["name"]), method, cache_dir())
+    initial = stream.initial()
 
     progress.phase, progress.requests = "measuring", stream.num_requests
     recorder = Recorder()
@@ -87,6 +91,7 @@ def run_trial(
 
     def on_step(result: StepResult) -> None:
         progress.steps += result.stats is not None
+        progress.waits += result.stats is None
         progress.output_tokens += sum(len(e.token_ids) for e in result.emissions)
         progress.finished += sum(e.finish_reason is not None for e in result.emissions)
         on_progress(progress)
@@ -99,7 +104,9 @@ def run_trial(
         clock.restart()
         sampler = Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0)))
         sampler.start()
-        completed = drive(engine, stream, recorder, clock, on_step=on_step, should_stop=should_stop)
+        completed = drive(
+            engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
+        )
         telemetry = sampler.stop()
     finally:
         gc.enable()
@@ -128,7 +135,7 @@ def run_trial(
             "weights_bytes": engine.weights_bytes,
             "peak_memory_bytes": peak_memory,
             "startup_s": startup_s,
-            "peaks": roof,
+            "peaks": None if drafts_with_a_model(engine) else roof,
             "speculation": engine.decoder.uses_proposer,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
@@ -148,7 +155,8 @@ def run_trial(
             if isinstance(chosen, Mapping) and "name" in chosen
         },
         "seed": seed,
-        "provenance": provenance(device, kernels(engine))
+        "provenance": source_of_figures
+        | {"model": {"name": source.name, "fingerprint": source.fingerprint}}
         | {"host_before": load_before, "host_after": load_after, "workload": stream.provenance}
         | {"telemetry_cost": {"cpu_s": sampler.cost.cpu_s, "rounds": sampler.cost.rounds}},
         "window": window,
@@ -163,24 +171,31 @@ def run_trial(
     return status
 
 
-def warm_up(engine: Engine, stream: RequestStream, clock: RealClock) -> float:
-    """Compile and touch every kind of step with prompts that the trial does not contain.
+def warm_up(engine: Engine, stream: RequestStream) -> float:
+    """Compile and touch every kind of step, up to a full batch, with prompts that the trial does not contain.
 
     Returns the seconds from the start of this process to the end of its first step; the rest of it comes after.
     """
     startup_s: float | None = None
-    count = min(engine.scheduler.max_num_seqs, WARM_UP_TOKENS)
-    for request in stream.warmup_requests(count):
-        sampling = replace(request.sampling, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        engine.add_request(replace(request, sampling=sampling, arrival_s=0.0))
-    while engine.has_work:
-        result = engine.step(math.inf)
-        if result.stats is not None and startup_s is None:
-            startup_s = time.time() - psutil.Process().create_time()
+    requests = stream.warmup_requests(
+        engine.scheduler.max_num_seqs, prompt_tokens=WARM_UP_TOKENS, max_tokens=WARM_UP_TOKENS
+    )
+    for batch in (requests[:1], requests):
+        for request in batch:
+            engine.add_request(replace(request, sampling=replace(request.sampling, ignore_eos=True)))
+        while engine.has_work:
+            result = engine.step(math.inf)
+            if result.stats is not None and startup_s is None:
+                startup_s = time.time() - psutil.Process().create_time()
     engine.executor.warm_up(engine.scheduler.max_num_seqs)
     if startup_s is None:
         raise RuntimeError("the warm-up ran no step: its requests were all rejected")
     return startup_s
+
+
+def drafts_with_a_model(engine: Engine) -> bool:
+    """Its drafts cost FLOPs and bytes that `limits.step_cost` does not count, so that it has no MFU and no MBU."""
+    return engine.proposer is not None and engine.proposer.max_lookahead_tokens > 0
 
 
 def kernels(engine: Engine) -> dict[str, str]:

@@ -96,6 +96,7 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
         s = model_source.shape
         model = LlamaModel(s, model_source.weights(), method, device)
         storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device)
+        storage.make_resident()
         attention = construct(config["attention"], shape=s, device=device)
         runner = construct(execution, model=model, attention=attention, storage=storage, device=device)
         return runner, model.weights_bytes

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from impls.decoding.sampler import NonFiniteLogitsError
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
@@ -18,6 +17,7 @@ from impls.seams import (
     Executor,
     KVCacheManager,
     KVReservation,
+    NonFiniteLogitsError,
     Proposer,
     ScheduledStep,
     Scheduler,
@@ -101,6 +101,7 @@ class Engine:
         batch, decoding = self._prepare(step, stats)
         mark = self._lap(stats, "prepare_s", mark)
         logits, hidden = self.executor.execute(batch)
+        stats.gathered_bytes = self.executor.attention.gathered_bytes(batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
         mark = self._lap(stats, "forward_s", mark)
@@ -269,7 +270,8 @@ class Engine:
             k = min(proposer.num_draft_tokens, room)
             if k <= 0:
                 continue
-            if proposer.max_lookahead_tokens and not self.kv.allocate(sequence.seq_id, sequence.num_tokens + k):
+            written = sequence.num_tokens + min(k - 1, proposer.max_lookahead_tokens)  # the last draft is not fed
+            if proposer.max_lookahead_tokens and not self.kv.allocate(sequence.seq_id, written):
                 continue
             wanted[sequence.seq_id] = k
             sequences.append(sequence)

@@ -316,6 +316,14 @@ class DraftTokens:
     probs: Tensor | None = None
 
 
+class NonFiniteLogitsError(ArithmeticError):
+    """The model gave NaN or infinity (or -inf only) where a token was to be chosen. ``seq_ids`` says for whom."""
+
+    def __init__(self, seq_ids: Seq[str]) -> None:
+        super().__init__(f"non-finite logits for {', '.join(seq_ids)}")
+        self.seq_ids = tuple(seq_ids)
+
+
 class Decoder(ABC):
     """From a step's logits to the tokens that it yields."""
 
@@ -460,7 +468,6 @@ class StepStats:
     kv_lens: list[int] = field(default_factory=list)
     num_logits_rows: int = 0
     gathered_bytes: int = 0
-    dequantised_bytes: int = 0
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -40,8 +41,13 @@ class HostSource:
 
 def host_load() -> dict[str, float]:
     """For the provenance: what the host was doing just now. ``steal_percent`` is null where the kernel has none."""
-    times = psutil.cpu_times_percent(interval=0.1)
-    load = {"load_1m": psutil.getloadavg()[0], "cpu_percent": 100.0 - times.idle}
-    if hasattr(times, "steal"):
-        load["steal_percent"] = times.steal
+    before = psutil.cpu_times()
+    time.sleep(0.2)
+    spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
+    share = dict(zip(before._fields, spent, strict=True))
+    total = sum(spent) or 1.0  # the kernel counts in ticks: 0.2 s may hold none on an idle virtual machine
+    idle = share["idle"] + share.get("iowait", 0.0)
+    load = {"load_1m": psutil.getloadavg()[0], "cpu_percent": 100.0 * (1.0 - idle / total) if sum(spent) else 0.0}
+    if "steal" in share:
+        load["steal_percent"] = 100.0 * share["steal"] / total
     return load

@@ -9,18 +9,11 @@ from torch import Tensor
 
 from impls.decoding import counter_random
 from impls.request import SamplingParams, Sequence
+from impls.seams import NonFiniteLogitsError
 
 _ARGMAX_BLOCK = 128  # two vectorised reductions: about a fifth of the time of torch.argmax over a long row on a CPU
 _NUCLEUS_GUESS = 1024  # candidates looked at before a row is sorted whole
 _SPARSE = 4  # where fewer than one weight in so many is left, the race runs over those alone
-
-
-class NonFiniteLogitsError(ArithmeticError):
-    """The model gave NaN or infinity (or -inf only) where a token was to be chosen. ``seq_ids`` says for whom."""
-
-    def __init__(self, seq_ids: Seq[str]) -> None:
-        super().__init__(f"non-finite logits for {', '.join(seq_ids)}")
-        self.seq_ids = tuple(seq_ids)
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -37,6 +37,11 @@ class KVStorage:
         self._k = [tensor[:num_slots].view(blocks) for tensor in self._k_rows]
         self._v = [tensor[:num_slots].view(blocks) for tensor in self._v_rows]
 
+    def make_resident(self) -> None:
+        """Touch every page. Memory that is only promised would flatter the arm that reserves most and writes least."""
+        for tensor in (*self._k_rows, *self._v_rows):
+            tensor.zero_()
+
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, num_kv_heads, head_dim], any float type, at ``slot_mapping`` int64 [T]; -1 stores nothing."""
         if slot_mapping.dtype != torch.int64:

@@ -13,6 +13,7 @@ from impls.decoding import sampler
 from impls.decoding.autoregressive import AutoregressiveDecoder
 from impls.decoding.counter_random import Purpose, position_keys
 from impls.request import Request, SamplingParams, Sequence
+from impls.seams import NonFiniteLogitsError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -104,7 +105,7 @@ def test_a_nan_row_raises_and_names_its_sequence(temperature: float) -> None:
     logits = torch.zeros(3, 9)
     logits[1] = NAN
     sequences = [Sequence(Request(name, (1,), SamplingParams(temperature=temperature))) for name in "abc"]
-    with pytest.raises(sampler.NonFiniteLogitsError, match="b") as error:
+    with pytest.raises(NonFiniteLogitsError, match="b") as error:
         AutoregressiveDecoder(vocab_size=9).decode(sequences, logits, {})
     assert error.value.seq_ids == ("b",)
 

@@ -10,10 +10,9 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from impls.decoding.sampler import NonFiniteLogitsError
 from impls.decoding.speculative import SpeculativeDecoder
 from impls.request import Request, SamplingParams, Sequence
-from impls.seams import Arm, DraftTokens, ModelShape
+from impls.seams import Arm, DraftTokens, ModelShape, NonFiniteLogitsError
 
 VOCAB = 6
 SHAPE = ModelShape(VOCAB, 8, 8, 4, 1, 1, 8, 64)

@@ -28,7 +28,8 @@ TEXTS = (
     "To be, or not to be, that is the",
     "Photosynthesis is the process by which plants",
 )
-OUTPUT_TOKENS = 20
+OUTPUT_TOKENS = 16
+NUM_PROMPTS = 8
 MIN_GAP = 0.01
 MAX_MODEL_LEN = 96
 
@@ -73,7 +74,9 @@ def oracle(real_model):
         engine.kv.free("one")
         if smallest > MIN_GAP:
             chosen[f"p{index}"] = (list(prompt), tokens[len(prompt) :])
-    assert len(chosen) >= 8, f"only {len(chosen)} prompts have all top-2 gaps above {MIN_GAP}"
+        if len(chosen) == NUM_PROMPTS:
+            break
+    assert len(chosen) == NUM_PROMPTS, f"only {len(chosen)} prompts have all top-2 gaps above {MIN_GAP}"
     return chosen
 
 

@@ -53,7 +53,8 @@ class FixedStream:
 def play(requests: Sequence[Request], script: Sequence[StepResult]) -> Recorder:
     """The recorder after the real driver has driven the script through."""
     clock, recorder = VirtualClock(), Recorder()
-    assert drive(GoldenTarget(script, clock), FixedStream(requests), recorder, clock)  # type: ignore[arg-type]
+    target, stream = GoldenTarget(script, clock), FixedStream(requests)
+    assert drive(target, stream, recorder, clock, initial=stream.initial())  # type: ignore[arg-type]
     return recorder
 
 

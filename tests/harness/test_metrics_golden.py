@@ -71,7 +71,7 @@ def test_burst_window_is_first_scheduled_step_to_last_token(burst: dict[str, Any
         ("kv_utilization", 16 / 96),  # 6*1 + 8*.5 + 6*.5 + 3*1 of 40*1 + 40*.5 + 40*.5 + 16*1
         ("kv_waste", {"internal": 60.5 / 96, "reserved_ahead": 3.5 / 96, "unusable": 16 / 96}),
         ("acceptance_rate", None),
-        ("tokens_per_step", 1.5),
+        ("tokens_per_step", 1.0),  # of one sequence: 6 tokens in 2 + 2 + 1 + 1 rows
         ("prefix_hit_rate_planned", 0.0),
         ("prefix_hit_rate_observed", None),
         ("distinct_4gram_share", None),
@@ -157,7 +157,7 @@ def mixture() -> dict[str, Any]:
         ("n_failed", 1),
         ("n_rejected", 1),
         ("steps", 2),
-        ("tokens_per_step", 6.0),
+        ("tokens_per_step", 4.0),  # 12 tokens in the window, by 3 sequences in its steps
         ("acceptance_rate", 0.5),  # 3 + 1 of 8; the third step begins after the window
         ("prefix_hit_rate_planned", 1 / 8),  # of x, y and u
         ("kv_utilization", None),  # this target shows no cache

@@ -1,11 +1,13 @@
 """Telemetry with a fake NVML library that answers, refuses and fails field by field."""
 
 import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 
 from harness.drive import RealClock
+from harness.telemetry import host
 from harness.telemetry.gpu import GpuSource
 from harness.telemetry.host import HostSource, ProcessSource
 from harness.telemetry.sampler import Reading, Sampler
@@ -90,6 +92,17 @@ def test_sampler_drops_fields_that_never_answered_and_counts_its_cost():
     assert rounds.t_s.is_monotonic_increasing
     assert frame[frame.name == "resident_bytes"].value.min() > 1e6
     assert 0 < sampler.cost.cpu_s < 0.1
+
+
+def test_host_load_of_an_idle_and_of_a_busy_host(monkeypatch):
+    """psutil's own shares never fall below 80 % busy on two CPUs over a tenth of a second: these are ours."""
+    Times = namedtuple("Times", ["user", "system", "idle", "iowait", "steal"])
+    for after, busy, steal in ((Times(10, 5, 100.4, 3, 1), 0.0, 0.0), (Times(10.1, 5, 100.2, 3, 1.1), 50.0, 25.0)):
+        readings = iter([Times(10, 5, 100, 3, 1), after])
+        monkeypatch.setattr(host.psutil, "cpu_times", lambda: next(readings))  # noqa: B023
+        load = host.host_load()
+        assert load["cpu_percent"] == pytest.approx(busy, abs=1e-6)
+        assert load["steal_percent"] == pytest.approx(steal, abs=1e-6)
 
 
 def test_rate_must_be_positive():
