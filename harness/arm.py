@@ -97,11 +97,12 @@ def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:
     elif match := re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMG]i?B|B|)", text):
         number = float(match[1])
         fraction = not match[2] and 0 < number < 1
-        size = int(number * (free_bytes if fraction else UNITS[match[2]]))
+        bought = number * (free_bytes if fraction else UNITS[match[2]])
+        size = int(bought) if math.isfinite(bought) else 0
     else:
         raise BadInput(f"kv_cache.budget={budget}: not understood; {allowed}")
-    if size <= 0 or not math.isfinite(size):
-        raise BadInput(f"kv_cache.budget={budget}: buys nothing; {allowed}")
+    if size <= 0:
+        raise BadInput(f"kv_cache.budget={budget}: buys nothing that a machine has; {allowed}")
     return size
 
 
