@@ -26,7 +26,7 @@ MEANINGS = {
 }
 EXAMPLES = """\
   python -m harness                                                       the default study on this machine
-  python -m harness study=smoke                                           the same idea in under a minute
+  python -m harness study=smoke                                           the same idea, much shorter
   python -m harness study=none batching=static workload.arrivals.rate=4   one arm, one trial
   python -m harness study=none batching=static,continuous study.trials=5  a free sweep
   python -m harness run_dir=results/runs/ladder/latest                    resume: what is recorded is kept

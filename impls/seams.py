@@ -372,7 +372,7 @@ class Proposer(ABC):
         """At most ``k[id]`` drafts for each sequence (fewer, or none, are fine)."""
 
     def observe(self, batch: StepBatch, hidden_states: Tensor | None) -> None:
-        """After every step, prefill included: hidden states [T, hidden] where ``hidden_layers`` asked for them."""
+        """After every step, prefill included: final-normed hidden states [T, hidden]."""
 
     def forget(self, seq_id: str) -> None:
         """The sequence finished or was preempted: drop what is kept for it."""
