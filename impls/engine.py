@@ -12,6 +12,7 @@ from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
     Decoder,
+    DraftForward,
     DraftTokens,
     Emission,
     Executor,
@@ -58,6 +59,7 @@ class Engine:
         self.weights_bytes = weights_bytes
         self._sequences: dict[str, Sequence] = {}
         self._drafts: dict[str, DraftTokens] = {}
+        self._draft_forwards: list[DraftForward] = []
         self._held_back: list[Emission] = []
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
@@ -112,6 +114,7 @@ class Engine:
         if self.proposer is not None and self.decoder.uses_proposer:
             self.proposer.observe(batch, hidden)
             self._propose(self.proposer)
+            stats.draft_forwards, self._draft_forwards = self._draft_forwards, []
             mark = self._lap(stats, "propose_s", mark)
         stats.end_s = mark
         return StepResult(emissions, stats)
@@ -293,7 +296,10 @@ class Engine:
             BatchRow(seq_id, ids, starts[seq_id], self.kv.block_table(seq_id), 1, len(ids))
             for seq_id, ids in tokens.items()
         ]
-        logits = executor.draft(build_batch(rows, self.kv.block_size, self.device), num_layers)
+        batch = build_batch(rows, self.kv.block_size, self.device)
+        logits = executor.draft(batch, num_layers)
+        gathered = executor.attention.gathered_bytes(batch)
+        self._draft_forwards.append(DraftForward(model, num_layers, batch.query_lens, batch.kv_lens, gathered))
         return dict(zip(tokens, logits, strict=True))
 
     def _reject(self, seq_id: str, reason: str, now: float) -> Emission:

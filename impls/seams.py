@@ -390,6 +390,10 @@ class CausalLM(Protocol):
     shape: ModelShape
     method: LinearMethod
 
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all resident weights."""
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
     ) -> Tensor:
@@ -435,6 +439,20 @@ class Emission:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class DraftForward:
+    """One forward of a drafting model: rows and K/V lengths by sequence, one row of logits each.
+
+    model, num_layers: as `ModelRunner.draft_forward` takes them. gathered_bytes: the backend's, of all layers.
+    """
+
+    model: str
+    num_layers: int | None
+    query_lens: list[int]
+    kv_lens: list[int]
+    gathered_bytes: int = 0
+
+
 @dataclass
 class StepStats:
     """One row of steps.parquet before the recorder numbers it and splits the KV parts. Times: seconds of the clock."""
@@ -468,6 +486,7 @@ class StepStats:
     kv_lens: list[int] = field(default_factory=list)
     num_logits_rows: int = 0
     gathered_bytes: int = 0
+    draft_forwards: list[DraftForward] = field(default_factory=list)  # in order, by what drafted at this step's end
 
 
 @dataclass
