@@ -1,0 +1,104 @@
+"""What a model's linear layers cost on their own, and how a W8A8 method splits it into product and scaling."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from impls.precision.w8a8 import W8A8
+from impls.seams import CausalLM, LinearMethod, PackedLinear
+
+ROW_COUNTS = (1, 4, 16, 32)
+PASSES = 2
+STAGES = ("quantize_s", "matmul_s", "rescale_s")
+
+Record = dict[str, int | float | None]
+
+
+class LinearModel(CausalLM, Protocol):
+    """A model whose `forward` sends every linear layer but the head through ``method``."""
+
+    method: LinearMethod
+
+
+def row_counts(max_num_seqs: int) -> list[int]:
+    """The numbers of rows worth timing for an arm whose decode steps have at most ``max_num_seqs``."""
+    return [rows for rows in ROW_COUNTS if rows <= max(1, max_num_seqs)]
+
+
+@torch.inference_mode()
+def linear_stage_times(model: LinearModel, row_counts: Sequence[int]) -> list[Record]:
+    """Seconds that one pass through all linear layers takes, head left out: a record per number of rows.
+
+    Keys: rows, apply_s (`LinearMethod.apply`) and, for `W8A8` methods, quantize_s, matmul_s, rescale_s: its public
+    stages one after the other, null for other methods. A kernel that fuses the stages makes apply_s less than their
+    sum. Inputs are random; each figure is the better of two passes: what disturbs one adds time. On CUDA the clock
+    waits for the device after every stage, so that one of few rows is mostly its launch.
+    """
+    method, device = model.method, model.method.device
+    layers = _packed_layers(model, device)
+    generator = torch.Generator().manual_seed(0)
+    widths = sorted({layer.in_features for layer in layers})
+    found = []
+    for rows in row_counts:
+        inputs = {k: torch.randn(rows, k, generator=generator).to(device, method.activation_dtype) for k in widths}
+        passes = [_one_pass(method, layers, inputs) for _ in range(PASSES)]
+        best: Record = {name: min(seen[name] for seen in passes) for name in passes[0]}
+        found.append({"rows": rows, **dict.fromkeys(("apply_s", *STAGES)), **best})
+    return found
+
+
+def _one_pass(method: LinearMethod, layers: Sequence[PackedLinear], inputs: Mapping[int, Tensor]) -> dict[str, float]:
+    """Seconds of `apply` and of each stage that the method has, summed over the layers."""
+    device = method.device
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    start = now()
+    for layer in layers:
+        method.apply(inputs[layer.in_features], layer)
+    seconds = {"apply_s": now() - start}
+    if not isinstance(method, W8A8):
+        return seconds
+    seconds |= dict.fromkeys(STAGES, 0.0)
+    for layer in layers:
+        start = now()
+        values, scale = method.quantize_activations(inputs[layer.in_features])
+        quantized = now()
+        products = method.matmul(values, layer)
+        multiplied = now()
+        method.rescale(products, scale, layer)
+        seconds["quantize_s"] += quantized - start
+        seconds["matmul_s"] += multiplied - quantized
+        seconds["rescale_s"] += now() - multiplied
+    return seconds
+
+
+def _packed_layers(model: LinearModel, device: torch.device) -> list[PackedLinear]:
+    """In the order in which a forward pass of one row reaches them."""
+    recorder = _RecordingMethod(model.method)
+    observed = copy.copy(model)
+    observed.method = cast(LinearMethod, recorder)
+    one_row = torch.zeros(1, dtype=torch.int64, device=device)
+    observed.forward(one_row, one_row, lambda layer, q, k, v: torch.zeros_like(q))
+    return recorder.layers
+
+
+class _RecordingMethod:
+    """Stands for a method while its model runs, and notes every layer that it is asked to apply."""
+
+    def __init__(self, method: LinearMethod) -> None:
+        self._method, self.layers = method, list[PackedLinear]()
+        self.activation_dtype = method.activation_dtype
+
+    def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        self.layers.append(packed)
+        return self._method.apply(x, packed)
