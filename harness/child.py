@@ -1,12 +1,11 @@
-"""The child process of one trial: reads its job from standard input, reports steps, finishes its record on SIGINT."""
+"""What the child process of one trial does: measure, report its steps, finish its record on SIGINT."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,19 +13,21 @@ from typing import Any
 REPORT_EVERY_S = 0.25  # often enough for a progress bar, rare enough to cost the measured thread nothing
 
 
-def main(progress_fd: int) -> None:
-    job: dict[str, Any] = json.loads(sys.stdin.read())
-    os.set_inheritable(progress_fd, False)  # or a process that torch starts would keep the pipe open after us
+def measure(job: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
+    """Run the job's trial and ``send`` its progress. Until the window opens SIGINT ends the process: there is nothing
+    to finish, and whoever watches records the trial as aborted.
+    """
     measuring = stop = False
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal stop
-        if not measuring:  # nothing to finish yet: the parent records the trial as aborted
-            raise KeyboardInterrupt
+        if not measuring:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         stop = True
 
     signal.signal(signal.SIGINT, on_interrupt)
-    from harness.trial import Progress, run_trial  # imports torch: seconds, in which SIGINT must already work
+    from harness.trial import Progress, run_trial  # imports torch, unless the server has
 
     last_report = 0.0
 
@@ -36,10 +37,7 @@ def main(progress_fd: int) -> None:
         now = time.monotonic()
         if now - last_report >= REPORT_EVERY_S or progress.steps <= 1:
             last_report = now
-            try:
-                os.write(progress_fd, (json.dumps(vars(progress)) + "\n").encode())
-            except BrokenPipeError:
-                os._exit(1)  # the parent is gone: nobody would keep this trial apart from the next
+            send(vars(progress))
 
     run_trial(
         job["config"],
@@ -51,7 +49,3 @@ def main(progress_fd: int) -> None:
         on_progress=on_progress,
         should_stop=lambda: stop,
     )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

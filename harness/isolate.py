@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from harness.child import measure
 from harness.errors import one_line
 
-CHILD = (sys.executable, "-m", "harness.child")
-ROOT = str(Path(__file__).resolve().parent.parent)  # the child imports what its parent did, from whatever folder
 POLL_S = 0.2
 GRACE_S = 30.0  # for an interrupted child to finish its record
+# Every trial is forked from one server that has imported torch and started no thread and no GPU context: a trial is a
+# new process without the seconds of its imports. Where a fork of loaded libraries is unsafe, it starts from nothing.
+CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+PRELOAD = ["harness.trial"]
+
+Job = Mapping[str, Any]
+Send = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass
@@ -34,41 +42,54 @@ class Ending:
     interrupted: bool = False
 
 
+def import_ahead() -> None:
+    """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once."""
+    if sys.platform == "linux":
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+
+
 def run_isolated(
-    job: Mapping[str, Any],
-    *,
-    stall_s: float,
-    on_progress: Callable[[Mapping[str, Any]], None],
-    command: Sequence[str] = CHILD,
+    job: Job, *, stall_s: float, on_progress: Send, target: Callable[[Job, Send], None] = measure
 ) -> Ending:
-    """Start ``command`` with the job on its standard input and watch it until it ends.
+    """Run ``target`` on the job in a process of its own and watch it until it ends.
 
     Ctrl-C (or SIGTERM) once asks the child to finish its record, twice kills it. ``stall_s`` seconds without a step
     kill it too. Nothing that the child started outlives it.
     """
-    read_fd, write_fd = os.pipe()
-    with tempfile.TemporaryFile() as output, _counted_interrupts() as interrupts:
-        child = subprocess.Popen(
-            [*command, str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_fd,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,
-        )
-        os.close(write_fd)
+    import_ahead()
+    reports, write_end = CONTEXT.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile() as output, reports, _counted_interrupts() as interrupts:
+        child = CONTEXT.Process(target=_enter, args=(target, job, write_end, output.name))
+        with write_end:
+            child.start()
         try:
-            _send(child, job)
-            killed = _watch(child, read_fd, interrupts, stall_s, on_progress)
+            killed = _watch(child, reports, interrupts, stall_s, on_progress)
         finally:
-            os.close(read_fd)
             _kill_group(child)
-            code = child.wait()
-        return Ending(killed or _describe(code, output), interrupted=bool(interrupts))
+            child.join()
+        return Ending(killed or _describe(child.exitcode, output), interrupted=bool(interrupts))
 
 
-def run_inline(job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[[Mapping[str, Any]], None]) -> Ending:
+def _enter(target: Callable[[Job, Send], None], job: Job, write_end: Connection, output: str) -> None:
+    """The child's side: a process group of its own, its output in a file, its reports on the pipe."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.set_inheritable(write_end.fileno(), False)  # or a process that torch starts would keep the pipe open after us
+
+    def send(report: Mapping[str, Any]) -> None:
+        try:
+            write_end.send_bytes(json.dumps(report).encode())
+        except BrokenPipeError:
+            os._exit(1)  # the parent is gone: nobody would keep this trial apart from the next
+
+    target(job, send)
+
+
+def run_inline(job: Job, *, stall_s: float, on_progress: Send) -> Ending:
     """Run the trial in this process: nothing can end a hang but a second Ctrl-C, and memory is not its own."""
     from harness.trial import run_trial
 
@@ -78,6 +99,7 @@ def run_inline(job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[
                 job["config"],
                 **{key: job[key] for key in ("study", "arm", "trial", "seed")},
                 out_dir=Path(job["out_dir"]),
+                isolated=False,
                 on_progress=lambda progress: on_progress(vars(progress)),
                 should_stop=lambda: bool(interrupts),
             )
@@ -88,43 +110,30 @@ def run_inline(job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[
         return Ending(None, interrupted=bool(interrupts))
 
 
-def _send(child: subprocess.Popen[bytes], job: Mapping[str, Any]) -> None:
-    assert child.stdin is not None
-    try:
-        with child.stdin as stdin:
-            stdin.write(json.dumps(job).encode())
-    except BrokenPipeError:
-        return  # it died at once; its exit status says why
-
-
 def _watch(
-    child: subprocess.Popen[bytes],
-    read_fd: int,
-    interrupts: list[int],
-    stall_s: float,
-    on_progress: Callable[[Mapping[str, Any]], None],
+    child: BaseProcess, reports: Connection, interrupts: list[int], stall_s: float, on_progress: Send
 ) -> str | None:
     """Follow the child's reports until it ends; why it was killed, or None if it was not."""
-    rest, steps, advanced, asked, phase = b"", 0, time.monotonic(), 0.0, "starting"
+    steps, advanced, asked, phase = 0, time.monotonic(), 0.0, "starting"
     seen: tuple[object, ...] = ()
     is_open = True
-    while child.poll() is None:
-        if is_open and select.select([read_fd], [], [], POLL_S)[0]:
-            data = os.read(read_fd, 65536)
-            is_open = bool(data)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                report = json.loads(line)
-                steps, phase = report["steps"], report["phase"]
-                if (now_seen := (phase, steps, report.get("waits"))) != seen:
-                    seen, advanced = now_seen, time.monotonic()
-                on_progress(report)
+    while child.exitcode is None:
+        if is_open and reports.poll(POLL_S):
+            try:
+                report = json.loads(reports.recv_bytes())
+            except EOFError:
+                is_open = False
+                continue
+            steps, phase = report["steps"], report["phase"]
+            if (now_seen := (phase, steps, report.get("waits"))) != seen:
+                seen, advanced = now_seen, time.monotonic()
+            on_progress(report)
         elif not is_open:
-            time.sleep(POLL_S)
+            child.join(POLL_S)
         now = time.monotonic()
         if interrupts and not asked:
             asked = now
-            child.send_signal(signal.SIGINT)
+            _signal(child, signal.SIGINT)
         if len(interrupts) > 1 or (asked and now - asked > GRACE_S):
             return "killed by the user before its record was finished"
         if not asked and now - advanced > stall_s:
@@ -132,12 +141,21 @@ def _watch(
     return None
 
 
-def _describe(code: int, output: IO[bytes]) -> str | None:
+def _signal(child: BaseProcess, number: int) -> None:
+    assert child.pid is not None
+    try:
+        os.kill(child.pid, number)
+    except ProcessLookupError:
+        return  # it ended by itself in this moment
+
+
+def _describe(code: int | None, output: IO[bytes]) -> str | None:
     """The child's exit status in one line, with the last line that it printed."""
     if code == 0:
         return None
     if code == -signal.SIGINT:
         return "stopped by the user before anything was measured"
+    assert code is not None
     output.seek(0)
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     last = one_line(lines[-1])[:500] if lines else "it printed nothing"
@@ -148,7 +166,9 @@ def _describe(code: int, output: IO[bytes]) -> str | None:
     return last
 
 
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
+def _kill_group(child: BaseProcess) -> None:
+    assert child.pid is not None
+    child.kill()  # it may not have got as far as a group of its own
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

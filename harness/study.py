@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from harness.compose import compose_arm, compose_config, parse
 from harness.errors import BadInput, one_line
+from harness.isolate import import_ahead
 from harness.plan import PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
 from harness.records import SCHEMA_VERSION, RecordError, encode, read_json, write_json
 
@@ -70,6 +71,8 @@ def compose_study(overrides: Sequence[str]) -> Composed:
 def plan_study(overrides: Sequence[str]) -> Plan:
     """Compose, resolve and validate every arm of a command: what `study.json` will hold. Writes nothing."""
     composed = compose_study(overrides)
+    if composed.whole["isolation"] == "process":
+        import_ahead()
     study, seed = composed.whole["study"], composed.whole["seed"]
     configs = resolve(composed.configs)
     check_traffic(configs, trial_seed(seed, 0))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from harness.drive import RealClock, drive
 from harness.limits import StepCost, step_cost
+from harness.linear_stages import linear_stage_times, row_counts
 from harness.memory import PeakMemory
 from harness.metrics import compute_metrics
 from harness.probe import peaks
@@ -24,15 +22,14 @@ from harness.records import SCHEMA_VERSION, write_trial
 from harness.telemetry.gpu import gpu_source
 from harness.telemetry.host import HostSource, ProcessSource, host_load
 from harness.telemetry.sampler import Sampler, Source
+from harness.warm_up import warm_up
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
 from impls.seams import StepResult, StepStats
 from impls.user_cache import cache_dir
 from workloads import build_stream
-from workloads.stream import RequestStream
 
-WARM_UP_TOKENS = 12
 BUSY_HOST_PERCENT = 20.0
 
 
@@ -56,10 +53,14 @@ def run_trial(
     trial: int,
     seed: int,
     out_dir: Path,
+    isolated: bool = True,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Measure one trial and write its record to ``out_dir``; returns its status, ok or aborted. Errors propagate."""
+    """Measure one trial and write its record to ``out_dir``; returns its status, ok or aborted. Errors propagate.
+
+    ``isolated``: this process runs nothing else, so that its start-up time and peak memory are the trial's.
+    """
     progress = Progress()
     on_progress(progress)
     load_before = host_load()
@@ -78,7 +79,7 @@ def run_trial(
     clock = RealClock()
     engine = build_engine(config, source, clock)
     source_of_figures = provenance(device, kernels(engine))
-    startup_s = warm_up(engine, stream)
+    warmed = warm_up(engine, stream)
     method = engine.executor.model.method
     roof = peaks(device, str(config["precision"]["name"]), method, cache_dir())
     initial = stream.initial()
@@ -104,9 +105,7 @@ def run_trial(
         clock.restart()
         sampler = Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0)))
         sampler.start()
-        completed = drive(
-            engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
-        )
+        completed = drive(engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop)
         telemetry = sampler.stop()
     finally:
         gc.enable()
@@ -133,8 +132,8 @@ def run_trial(
         price_per_hour=config["price"].get("per_hour"),
         extras={
             "weights_bytes": engine.weights_bytes,
-            "peak_memory_bytes": peak_memory,
-            "startup_s": startup_s,
+            "peak_memory_bytes": peak_memory if isolated or device == "cuda" else None,
+            "startup_s": warmed.startup_s if isolated else None,
             "peaks": None if drafts_with_a_model(engine) else roof,
             "speculation": engine.decoder.uses_proposer,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
@@ -165,32 +164,12 @@ def run_trial(
         "validity": warnings + _busy_host(load_before),
         "clock": "real",
         "emulated": emulated(engine),
+        "verify_cost": warmed.verify_cost,
+        "linear_stages": linear_stage_times(engine.executor.model, row_counts(engine.scheduler.max_num_seqs)),
     }
     engine.close()
     write_trial(out_dir, run, requests, steps, telemetry)
     return status
-
-
-def warm_up(engine: Engine, stream: RequestStream) -> float:
-    """Compile and touch every kind of step, up to a full batch, with prompts that the trial does not contain.
-
-    Returns the seconds from the start of this process to the end of its first step; the rest of it comes after.
-    """
-    startup_s: float | None = None
-    requests = stream.warmup_requests(
-        engine.scheduler.max_num_seqs, prompt_tokens=WARM_UP_TOKENS, max_tokens=WARM_UP_TOKENS
-    )
-    for batch in (requests[:1], requests):
-        for request in batch:
-            engine.add_request(replace(request, sampling=replace(request.sampling, ignore_eos=True)))
-        while engine.has_work:
-            result = engine.step(math.inf)
-            if result.stats is not None and startup_s is None:
-                startup_s = time.time() - psutil.Process().create_time()
-    engine.executor.warm_up(engine.scheduler.max_num_seqs)
-    if startup_s is None:
-        raise RuntimeError("the warm-up ran no step: its requests were all rejected")
-    return startup_s
 
 
 def drafts_with_a_model(engine: Engine) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,29 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
+from isolated_bodies import run_body
 
 from harness.isolate import Ending, run_isolated
-
-PRELUDE = """
-import json, os, signal, subprocess, sys, time
-job, fd = json.loads(sys.stdin.read()), int(sys.argv[1])
-def report(steps, phase="measuring"):
-    line = {"phase": phase, "steps": steps, "output_tokens": 2 * steps, "finished": 0, "requests": 4}
-    os.write(fd, (json.dumps(line) + "\\n").encode())
-"""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Ending, list[Mapping[str, Any]]]]:
     def run(body: str, stall_s: float = 20.0) -> tuple[Ending, list[Mapping[str, Any]]]:
-        script = tmp_path / "child.py"
-        script.write_text(PRELUDE + body)
         reports: list[Mapping[str, Any]] = []
-        job = {"out_dir": str(tmp_path / "out")}
-        ending = run_isolated(
-            job, stall_s=stall_s, on_progress=reports.append, command=[sys.executable, "-S", str(script)]
-        )
-        return ending, reports
+        job = {"out_dir": str(tmp_path / "out"), "body": body}
+        return run_isolated(job, stall_s=stall_s, on_progress=reports.append, target=run_body), reports
 
     return run
 
@@ -50,6 +37,11 @@ def test_a_child_gets_its_job_reports_its_steps_and_ends(run: Any, tmp_path: Pat
 def test_a_child_has_a_process_group_of_its_own(run: Any, tmp_path: Path) -> None:
     run("open(job['out_dir'], 'w').write(str(os.getpgid(0)))")
     assert int((tmp_path / "out").read_text()) != os.getpgid(0)
+
+
+def test_a_child_is_forked_after_the_imports_of_a_trial(run: Any, tmp_path: Path) -> None:
+    run("open(job['out_dir'], 'w').write(str(all(m in sys.modules for m in ('torch', 'harness.trial'))))")
+    assert (tmp_path / "out").read_text() == "True"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +63,7 @@ def test_a_child_that_dies_says_why_in_one_line(run: Any, body: str, said: str) 
 def test_no_step_for_stall_s_is_a_hang_and_its_helpers_die_too(run: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     ending, _ = run(
-        "helper = subprocess.Popen(['sleep', '60'], pass_fds=[fd])\n"
+        "helper = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
         "open(job['out_dir'], 'w').write(str(helper.pid)); report(3); time.sleep(60)",
         stall_s=0.6,
     )
@@ -92,7 +84,7 @@ def test_there_is_no_time_limit_while_steps_advance(run: Any) -> None:
 
 def test_a_helper_that_keeps_the_pipe_open_does_not_delay_the_end(run: Any) -> None:
     began = time.monotonic()
-    ending, _ = run("subprocess.Popen(['sleep', '60'], pass_fds=[fd]); report(1)")
+    ending, _ = run("subprocess.Popen(['sleep', '60'], close_fds=False); report(1)")
     assert ending.error is None and time.monotonic() - began < 10
 
 
