@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +110,21 @@ def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:
 def validate_arm(config: Mapping[str, Any]) -> list[str]:
     """Reasons why this (resolved) arm cannot run here; empty if it can."""
     source = open_model(config["model"])
+    draft = open_model(config["draft"]["model"]) if "draft" in config else None
     length = max_model_len(config, source)
     reasons = []
     if length > source.shape.max_position:
         reasons.append(f"model.max_model_len={length} is above the model's own {source.shape.max_position}")
-    reasons += validate_axes(describe_arm(config, source))
+    if draft is not None and draft.shape.vocab_size != source.shape.vocab_size:
+        sizes = f"{draft.shape.vocab_size} tokens, the target {source.shape.vocab_size}"
+        reasons.append(f"proposer.model={draft.name} has a vocabulary of {sizes}: must be the same")
+    arm = describe_arm(config, source)
+    budget, models = arm.kv_budget_bytes, [(source.shape, str(config["precision"]["name"]))]
+    if draft is not None:  # its K/V lies in the same blocks, so that the target's is only a part of the budget
+        own, extra = (shape.kv_bytes_per_token(arm.element_bytes) for shape in (source.shape, draft.shape))
+        arm = replace(arm, kv_budget_bytes=budget * own // (own + extra))
+        models.append((draft.shape, str(config["draft"]["precision"]["name"])))
+    reasons += validate_axes(arm)
     rows = int(config["batching"].get("max_num_batched_tokens") or max(2048, length))
-    lacking = does_not_fit(
-        source.shape,
-        str(config["precision"]["name"]),
-        int(config["kv_cache"]["budget_bytes"]),
-        rows,
-        str(config["device"]["name"]),
-    )
+    lacking = does_not_fit(models, budget, rows, str(config["device"]["name"]))
     return reasons + ([lacking] if lacking else [])

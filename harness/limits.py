@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 import torch
 
-from impls.seams import ModelShape, StepStats
+from impls.engine import Engine
+from impls.seams import CausalLM, ModelShape, StepStats
 
 # Dense peak per GPU: BF16 TFLOP/s, FP8 TFLOP/s (None: no FP8), INT8 TOP/s, memory GB/s. Vendor datasheets, no sparsity.
 DATASHEET = {
@@ -38,6 +39,19 @@ class StepCost:
     bytes: int
 
 
+@dataclass(frozen=True)
+class ResidentModel:
+    """A model as it lies in memory, as far as a forward's cost depends on it. Sizes in bytes.
+
+    weights_bytes: all that is resident; table_bytes: one [vocab, hidden] table, head or embedding.
+    """
+
+    shape: ModelShape
+    weights_bytes: int
+    table_bytes: int
+    kv_bytes_per_token: int
+
+
 def linear_parameters(shape: ModelShape) -> int:
     """Weights of all projections of all layers; neither embedding nor head."""
     heads = shape.num_heads * shape.head_dim
@@ -62,19 +76,75 @@ def attended_positions(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int
     return sum(q * (n - q) + q * (q + 1) // 2 for q, n in zip(query_lens, kv_lens, strict=True))
 
 
-def step_cost(shape: ModelShape, stats: StepStats, *, resident_bytes: int, kv_bytes_per_token: int) -> StepCost:
-    """The target model's FLOPs (a multiply-add is two) and the bytes that a step must move at least.
+def resident_models(engine: Engine, kv_element_bytes: int) -> dict[str, ResidentModel]:
+    """The engine's models under the names that a proposer calls them by: `target` and, where there is one, `draft`."""
 
-    Bytes: every weight once (an untied embedding table is only looked up, so it is left out), each sequence's K/V once,
-    the K/V written, and what the backend copies to make its cache readable (once read, once written).
+    def resident(model: CausalLM) -> ResidentModel:
+        table = head_parameters(model.shape) * WEIGHT_BITS.get(model.method.head_method().name, 16) // 8
+        kv_bytes = model.shape.kv_bytes_per_token(kv_element_bytes)
+        return ResidentModel(model.shape, model.weights_bytes, table, kv_bytes)
+
+    executors = {"target": engine.executor, "draft": engine.draft_executor}
+    return {name: resident(executor.model) for name, executor in executors.items() if executor is not None}
+
+
+def forward_cost(
+    model: ResidentModel,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_logits_rows: int,
+    gathered_bytes: int = 0,
+    num_layers: int | None = None,
+) -> StepCost:
+    """FLOPs (a multiply-add is two) of one forward through ``num_layers`` layers (None: all), and the bytes it moves.
+
+    Bytes, at least: the head and every weight of these layers once (an untied embedding table is only looked up, so it
+    is left out), each sequence's K/V once, the K/V written, and what the backend copies to make its cache readable
+    (once read, once written; ``gathered_bytes`` is of all layers).
     """
-    rows = sum(stats.query_lens)
-    pairs = attended_positions(stats.query_lens, stats.kv_lens)
-    flops = 2 * rows * linear_parameters(shape) + 2 * stats.num_logits_rows * head_parameters(shape)
-    flops += 4 * pairs * shape.num_layers * shape.num_heads * shape.head_dim
-    lookup_only = 0 if shape.tie_embeddings else 2 * head_parameters(shape)
-    moved = resident_bytes - lookup_only + (sum(stats.kv_lens) + rows) * kv_bytes_per_token
-    return StepCost(flops, moved + 2 * stats.gathered_bytes)
+    shape, rows = model.shape, sum(query_lens)
+    layers = shape.num_layers if num_layers is None else min(num_layers, shape.num_layers)
+    pairs = attended_positions(query_lens, kv_lens)
+    per_layer = 2 * rows * linear_parameters(shape) // shape.num_layers + 4 * pairs * shape.num_heads * shape.head_dim
+    flops = layers * per_layer + 2 * num_logits_rows * head_parameters(shape)
+    in_layers = model.weights_bytes - model.table_bytes * (1 if shape.tie_embeddings else 2)
+    in_layers += (sum(kv_lens) + rows) * model.kv_bytes_per_token + 2 * gathered_bytes
+    return StepCost(flops, in_layers * layers // shape.num_layers + model.table_bytes)
+
+
+def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepCost:
+    """The target's forward and those that drafted, in whatever precision: MFU holds all against the target's peak.
+
+    models: as `resident_models` names them.
+    """
+    costs = [
+        forward_cost(
+            models["target"],
+            stats.query_lens,
+            stats.kv_lens,
+            num_logits_rows=stats.num_logits_rows,
+            gathered_bytes=stats.gathered_bytes,
+        )
+    ]
+    costs += [
+        forward_cost(
+            models[draft.model],
+            draft.query_lens,
+            draft.kv_lens,
+            num_logits_rows=len(draft.query_lens),
+            gathered_bytes=draft.gathered_bytes,
+            num_layers=draft.num_layers,
+        )
+        for draft in stats.draft_forwards
+    ]
+    return StepCost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
+
+
+def step_cost(shape: ModelShape, stats: StepStats, *, resident_bytes: int, kv_bytes_per_token: int) -> StepCost:
+    """`cost_of_step` of a target alone whose tables are in two bytes."""
+    table = 2 * head_parameters(shape)
+    return cost_of_step({"target": ResidentModel(shape, resident_bytes, table, kv_bytes_per_token)}, stats)
 
 
 def memory_total_bytes(device: str) -> int:
@@ -89,10 +159,16 @@ def memory_free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def does_not_fit(shape: ModelShape, precision: str, kv_bytes: int, activation_rows: int, device: str) -> str | None:
-    """The reason why weights, cache and activations cannot lie in the device's memory; None if they can."""
-    activations = 4 * activation_rows * (2 * shape.hidden_size + 2 * shape.intermediate_size)
-    needed = weights_bytes(shape, precision) + kv_bytes + activations
+def does_not_fit(
+    models: Sequence[tuple[ModelShape, str]], kv_bytes: int, activation_rows: int, device: str
+) -> str | None:
+    """The reason why weights, cache and activations cannot lie in the device's memory; None if they can.
+
+    models: (shape, precision) of each that is resident, the target first; ``kv_bytes`` holds the K/V of all of them.
+    They run one after another, so the widest one's activations count.
+    """
+    activations = max(4 * activation_rows * 2 * (shape.hidden_size + shape.intermediate_size) for shape, _ in models)
+    needed = sum(weights_bytes(*model) for model in models) + kv_bytes + activations
     has = memory_total_bytes(device)
     return None if needed <= has else f"needs {needed / 1e9:.0f} GB, has {has / 1e9:.0f} GB"
 

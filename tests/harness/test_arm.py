@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.arm import budget_bytes, option, readable_traffic, resolve_device
+from harness.arm import budget_bytes, draft_options, option, readable_traffic, resolve_device, validate_arm
 from harness.errors import BadInput
 from impls.models.source import open_model
 
@@ -58,3 +58,47 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
     assert resolve_device("auto") == "cpu"
     with pytest.raises(BadInput, match="torch sees no CUDA device"):
         resolve_device("cuda")
+
+
+def drafting_arm(kv_cache, budget, **options):
+    """`tiny`, drafted by a second copy of itself in INT8."""
+    names = {
+        **{"model": "tiny", "batching": "continuous", "kv_cache": kv_cache, "kv_dtype": "bf16", "precision": "bf16"},
+        **{"decoding": "speculative", "proposer": "draft_model", "attention": "sdpa", "execution": "eager"},
+    }
+    config = {group: option(group, name) for group, name in names.items()} | {"device": {"name": "cpu"}}
+    config["batching"]["max_num_batched_tokens"] = 2048
+    config["kv_cache"]["budget_bytes"] = budget
+    return config | {"draft": draft_options(config)} | options
+
+
+def test_a_draft_models_layers_lie_in_the_same_budget():
+    # 2048 positions of K and V in 2 layers, 2 heads of 16, two bytes: 256 bytes each, twice that with a draft.
+    one = 2048 * 256
+    assert validate_arm(drafting_arm("contiguous", 2 * one)) == []
+    assert validate_arm(drafting_arm("contiguous", 2 * one - 1)) == [
+        "kv_cache=contiguous: kv_cache.budget buys 2047 tokens, fewer than one block of 2048: raise the budget"
+    ]
+    alone = drafting_arm("contiguous", one)
+    del alone["draft"]
+    assert validate_arm({**alone, "decoding": option("decoding", "autoregressive")}) == []
+
+
+def test_a_draft_models_weights_must_fit_too(monkeypatch):
+    # 2 layers x (64 x (64 + 2 x 32) + 64 x 64 + 3 x 64 x 128) = 73,728; two tables of 512 x 64.
+    target, draft, activations = 73_728 * 2 + 4 * 32_768, 73_728 + 4 * 32_768, 2048 * 4 * 2 * (64 + 128)
+    for memory, reasons in ((0, []), (-1, ["needs 0 GB, has 0 GB"])):
+        has = target + draft + activations + 10**6 + memory
+        monkeypatch.setattr("harness.limits.memory_total_bytes", lambda device, has=has: has)
+        assert validate_arm(drafting_arm("paged", 10**6)) == reasons
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    model = option("model", "tiny")
+    other = {
+        "model": {**model, "shape": {**model["shape"], "vocab_size": 256}},
+        "precision": option("precision", "int8"),
+    }
+    assert validate_arm(drafting_arm("paged", 10**6, draft=other)) == [
+        "proposer.model=tiny has a vocabulary of 256 tokens, the target 512: must be the same"
+    ]

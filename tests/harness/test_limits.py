@@ -1,20 +1,35 @@
 """Roofline figures against arithmetic done by hand."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from harness.arm import draft_options, option
+from harness.drive import RealClock
 from harness.limits import (
     Peaks,
+    ResidentModel,
     attended_positions,
+    cost_of_step,
     does_not_fit,
+    forward_cost,
     head_parameters,
     linear_parameters,
-    step_cost,
+    resident_models,
     utilisation,
     weights_bytes,
 )
-from impls.seams import ModelShape, StepStats
+from impls.build import build_engine
+from impls.models.source import open_model
+from impls.request import Request, SamplingParams
+from impls.seams import DraftForward, ModelShape, StepStats
 
 SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
+ARM = {
+    **{"model": "tiny", "batching": "continuous", "kv_cache": "paged", "kv_dtype": "auto", "decoding": "speculative"},
+    **{"precision": "fp32", "attention": "reference", "execution": "eager"},
+}
 LLAMA_405B = ModelShape(128256, 16384, 53248, 126, 128, 8, 128, 131072)
 
 
@@ -33,28 +48,93 @@ def test_attended_positions_of_prefill_chunk_and_decode():
     assert attended_positions([1, 1], [7, 9]) == 16
 
 
+# One layer: q,k,v = 4 x (4 + 2 + 2), o = 4 x 4, FFN = 3 x 4 x 8 -> 32 + 16 + 96 = 144; two layers 288; head 40.
+# K/V: 2 layers x K and V x 1 head of 2 x two bytes = 16. Weights in BF16: 576 + 80 of the tied table = 656.
+TINY = ModelShape(10, 4, 8, 2, 2, 1, 2, 64, tie_embeddings=True)
+TARGET = ResidentModel(TINY, weights_bytes=656, table_bytes=80, kv_bytes_per_token=16)
+STATS = {"query_lens": [1, 2], "kv_lens": [5, 2], "num_logits_rows": 2, "gathered_bytes": 8}
+PAIRS = 5 + (1 + 2)
+
+
 def test_step_cost_by_hand():
-    shape = ModelShape(10, 4, 8, 2, 2, 1, 2, 64, tie_embeddings=True)
-    # One layer: q,k,v = 4 x (4 + 2 + 2), o = 4 x 4, FFN = 3 x 4 x 8 -> 32 + 16 + 96 = 144; two layers 288; head 40.
-    stats = StepStats(0.0, query_lens=[1, 2], kv_lens=[5, 2], num_logits_rows=2, gathered_bytes=7)
-    cost = step_cost(shape, stats, resident_bytes=1000, kv_bytes_per_token=16)
-    pairs = 5 + (1 + 2)
-    assert cost.flops == 2 * 3 * 288 + 2 * 2 * 40 + 4 * pairs * 2 * 2 * 2
-    assert cost.bytes == 1000 + (7 + 3) * 16 + 2 * 7
+    cost = cost_of_step({"target": TARGET}, StepStats(0.0, **STATS))
+    assert cost.flops == 2 * 3 * 288 + 2 * 2 * 40 + 4 * PAIRS * 2 * 2 * 2
+    assert cost.bytes == 656 + (7 + 3) * 16 + 2 * 8
 
 
 def test_untied_embedding_table_is_not_read_in_a_step():
-    tied = ModelShape(10, 4, 8, 2, 2, 1, 2, 64, tie_embeddings=True)
-    untied = ModelShape(10, 4, 8, 2, 2, 1, 2, 64, tie_embeddings=False)
-    stats = StepStats(0.0, query_lens=[1], kv_lens=[1], num_logits_rows=1)
-    costs = [step_cost(s, stats, resident_bytes=1000, kv_bytes_per_token=16).bytes for s in (tied, untied)]
-    assert costs[0] - costs[1] == 2 * 10 * 4
+    untied = replace(TARGET, shape=replace(TINY, tie_embeddings=False), weights_bytes=656 + 80)
+    costs = [forward_cost(model, [1], [1], num_logits_rows=1) for model in (TARGET, untied)]
+    assert costs[0] == costs[1]
+
+
+def test_the_first_layers_drafting_cost_their_share_and_a_whole_head():
+    stats = StepStats(0.0, **STATS, draft_forwards=[DraftForward("target", 1, [1, 1], [6, 3], gathered_bytes=20)])
+    plain, drafted = (cost_of_step({"target": TARGET}, s) for s in (StepStats(0.0, **STATS), stats))
+    assert drafted.flops - plain.flops == 2 * 2 * 144 + 2 * 2 * 40 + 4 * (6 + 3) * 1 * 2 * 2
+    assert drafted.bytes - plain.bytes == 288 + 80 + (9 + 2) * 8 + 2 * 10
+
+
+def test_a_draft_model_costs_by_its_own_shape_and_bytes_in_every_forward():
+    # One layer of one head: q,k,v = 2 x 3 x 2, o = 4, FFN = 3 x 2 x 4 -> 40; head 20. INT8 layers, BF16 untied tables.
+    shape = ModelShape(10, 2, 4, 1, 1, 1, 2, 64, tie_embeddings=False)
+    draft = ResidentModel(shape, weights_bytes=40 + 40 + 40, table_bytes=40, kv_bytes_per_token=8)
+    forwards = [DraftForward("draft", None, [3, 1], [4, 2]), DraftForward("draft", None, [1], [5])]
+    stats = StepStats(0.0, **STATS, draft_forwards=forwards)
+    plain = cost_of_step({"target": TARGET}, StepStats(0.0, **STATS))
+    drafted = cost_of_step({"target": TARGET, "draft": draft}, stats)
+    first = 2 * 4 * 40 + 2 * 2 * 20 + 4 * (2 + 3 + 4 + 2) * 2
+    second = 2 * 1 * 40 + 2 * 1 * 20 + 4 * 5 * 2
+    assert drafted.flops - plain.flops == first + second
+    assert drafted.bytes - plain.bytes == 2 * (40 + 40) + (6 + 4) * 8 + (5 + 1) * 8
+
+
+@pytest.mark.parametrize(
+    ("proposer", "options"),
+    [
+        ("draft_model", {"model": "tiny", "precision": "fp32", "num_draft_tokens": 3}),
+        ("layer_skip", {"num_layers": 1, "num_draft_tokens": 3}),
+    ],
+)
+def test_an_engine_records_what_its_drafting_ran(proposer, options):
+    source = open_model(option("model", "tiny"))
+    config = {group: option(group, name) for group, name in ARM.items()} | {"device": {"name": "cpu"}}
+    config["proposer"] = {**option("proposer", proposer), **options}
+    config["batching"] |= {"max_num_seqs": 2, "max_num_batched_tokens": 2048}
+    config["kv_cache"] = {**config["kv_cache"], "budget_bytes": 10**6}
+    if draft := draft_options(config):
+        config["draft"] = draft
+    engine = build_engine(config, source, RealClock())
+    engine.add_request(Request("a", (1, 2, 3, 4, 5), SamplingParams(max_tokens=16)))
+    prefill, decode = (engine.step(math.inf).stats for _ in range(2))
+    name, layers = ("draft", None) if proposer == "draft_model" else ("target", 1)
+    # A draft model first reads the prompt and the first token; the target's layers have read all but that token.
+    rows = 6 if proposer == "draft_model" else 1
+    seen = [(f.model, f.num_layers, f.query_lens, f.kv_lens) for f in prefill.draft_forwards]
+    assert seen == [(name, layers, [rows], [6]), (name, layers, [1], [7]), (name, layers, [1], [8])]
+    assert len(decode.draft_forwards) == 3  # each step's own
+    models = resident_models(engine, 4)
+    assert list(models) == (["target", "draft"] if proposer == "draft_model" else ["target"])
+    assert sum(model.weights_bytes for model in models.values()) == engine.weights_bytes
+    assert models["target"].table_bytes == 512 * 64 * 4 and models[name].kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    without = cost_of_step(models, replace(prefill, draft_forwards=[]))
+    assert cost_of_step(models, prefill).flops > without.flops
 
 
 def test_fit_names_both_sizes():
-    reason = does_not_fit(LLAMA_405B, "bf16", 0, 1, "cpu")
+    reason = does_not_fit([(LLAMA_405B, "bf16")], 0, 1, "cpu")
     assert reason is not None and reason.startswith("needs 812 GB, has ")
-    assert does_not_fit(SMOLLM2, "bf16", 10**6, 2048, "cpu") is None
+    assert does_not_fit([(SMOLLM2, "bf16")], 10**6, 2048, "cpu") is None
+
+
+def test_fit_counts_every_model_and_the_wider_ones_activations(monkeypatch):
+    # SmolLM2 in BF16: 134,479,872 weights of two bytes; as its own INT8 draft 106,168,320 + 2 x 28,311,552.
+    # Activations of 1000 rows: 4 bytes x 2 x (576 + 1536).
+    needed = 268_959_744 + 162_791_424 + 5_000 + 1000 * 16_896
+    models = [(SMOLLM2, "bf16"), (SMOLLM2, "int8")]
+    for memory, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr("harness.limits.memory_total_bytes", lambda device, has=memory: has)
+        assert (does_not_fit(models, 5_000, 1000, "cpu") is None) is fits
 
 
 def test_utilisation_is_null_without_a_peak():
