@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 # What a step keeps of its StepStats as it is: scalars only, so that a long run stays small.
 _SCALARS = (
-    *("start_s", "end_s", "schedule_s", "prepare_s", "forward_s", "sample_s", "propose_s", "commit_s"),
+    *("start_s", "end_s", "schedule_s", "prepare_s", "forward_s", "sample_s", "propose_s", "commit_s", "attention_s"),
     *("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens", "accepted_tokens"),
     *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_allocation_unit"),
     *("num_logits_rows", "gathered_bytes"),
@@ -77,6 +77,7 @@ class Recorder:
         # Flat over all steps; the `_num_` lists say how much of them each step has. Lists, not arrays: a list takes 32
         # references over in a tenth of the time that an array needs to convert them.
         self._num_live: list[int] = []
+        self._num_drafting: list[int] = []
         self._num_lens: list[int] = []
         self._query_lens: list[int] = []
         self._kv_lens: list[int] = []
@@ -122,6 +123,7 @@ class Recorder:
         self._scalars.append(_scalars_of(stats))
         self._slots.append(list(stats.slot_request_ids))
         self._num_live.append(len(stats.scheduled))
+        self._num_drafting.append(len(stats.drafted))
         self._num_lens.append(len(stats.query_lens))
         self._query_lens += stats.query_lens
         self._kv_lens += stats.kv_lens
@@ -198,6 +200,7 @@ class Recorder:
         columns["step"] = range(len(self._scalars))
         columns["slot_request_ids"] = self._slots
         columns["kept_rows"] = self._kept_rows()
+        columns["drafting_sequences"] = self._num_drafting
         spans = [slice(a, b) for a, b in pairwise(np.cumsum([0, *self._num_lens]).tolist())]
         columns["query_rows"] = [sum(self._query_lens[span]) for span in spans]
         costs = [None if cost is None else cost(self._stats(step, span)) for step, span in enumerate(spans)]

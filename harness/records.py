@@ -61,11 +61,15 @@ STEP_COLUMNS: dict[str, pa.DataType] = {
     "flops": _FLOAT,
     "bytes": _FLOAT,
 }
-# Beyond the contract. propose_s: drafting. kept_rows: sequences that gained a kept token in this step. query_rows: rows
-# that the model computed, padding and dead rows included. gathered_bytes: copied to make the cache readable.
+# Beyond the contract, null where an earlier version did not record it. propose_s: drafting. attention_s: the part of
+# forward_s in which the layers store and read K/V; null where it cannot be told apart (CUDA). kept_rows: sequences that
+# gained a kept token in this step. drafting_sequences: those whose drafts it verified. query_rows: rows that the model
+# computed, padding and dead rows included. gathered_bytes: copied to make the cache readable.
 STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "propose_s": _FLOAT,
+    "attention_s": _FLOAT,
     "kept_rows": _INT,
+    "drafting_sequences": _INT,
     "query_rows": _INT,
     "gathered_bytes": _INT,
 }
@@ -281,8 +285,11 @@ def _read_frame(path: Path, schema: pa.Schema) -> pd.DataFrame:
     except (OSError, pa.ArrowException) as error:
         raise RecordError(f"{path}: not readable as parquet ({_one_line(error)})") from error
     missing = [name for name in schema.names if name not in table.column_names]
-    if missing:
-        raise RecordError(f"{path}: missing columns {', '.join(missing)}")
+    required = [name for name in missing if name not in STEP_EXTRA_COLUMNS]
+    if required:
+        raise RecordError(f"{path}: missing columns {', '.join(required)}")
+    for name in missing:
+        table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
     try:
         return _to_frame(table.select(schema.names).cast(schema))
     except (pa.ArrowException, ValueError) as error:

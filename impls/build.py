@@ -98,7 +98,7 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
         storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device)
         storage.make_resident()
         attention = construct(config["attention"], shape=s, device=device)
-        runner = construct(execution, model=model, attention=attention, storage=storage, device=device)
+        runner = construct(execution, model=model, attention=attention, storage=storage, device=device, clock=clock)
         return runner, model.weights_bytes
 
     method = construct(config["precision"], device=device)

@@ -107,6 +107,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
         mark = self._lap(stats, "forward_s", mark)
+        stats.attention_s = self.executor.attention_s
         decoding, new_tokens, unsound = self._decode(decoding, logits)
         mark = self._lap(stats, "sample_s", mark)
         emissions += self._commit(step, decoding, new_tokens, unsound, stats, mark)

@@ -300,6 +300,12 @@ class LinearMethod(ABC):
     def dequantize(self, packed: PackedLinear) -> Tensor:
         """FP32 [out_features, in_features]: exactly the weights that `apply` computes with."""
 
+    def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
+        """A copy of the rows ``ids`` (int64 [T]) of the weights, [T, in_features] in ``activation_dtype``: a tied
+        embedding. None if the layout cannot be read row by row; then, and only then, a second table is kept.
+        """
+        return None
+
     def head_method(self) -> LinearMethod:
         """The method for the LM head; the quantised methods leave it in BF16, as deployed checkpoints do."""
         return self
@@ -408,6 +414,7 @@ class Executor(ABC):
 
     model: CausalLM
     attention: AttentionBackend
+    attention_s: float | None = None  # of the last `execute`: inside `LayerAttention`; None where it cannot be told
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -465,6 +472,7 @@ class StepStats:
     sample_s: float = 0.0
     propose_s: float = 0.0
     commit_s: float = 0.0
+    attention_s: float | None = None  # the part of forward_s in which layers store K/V and attend; None: not known
     prefill_tokens: int = 0
     decode_tokens: int = 0
     padding_tokens: int = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from impls.execution.eager import EagerExecutor, LayerStorage
-from impls.seams import Arm, AttentionBackend, CausalLM, LayerAttention, LinearMethod, PackedLinear, StepBatch
+from impls.seams import Arm, AttentionBackend, CausalLM, Clock, LayerAttention, LinearMethod, PackedLinear, StepBatch
 
 # Operators take numbers, not objects: these find the object behind an id. Weak, so a finished trial can be freed.
 _executors: weakref.WeakValueDictionary[int, CompiledExecutor] = weakref.WeakValueDictionary()
@@ -72,10 +72,11 @@ class CompiledExecutor(EagerExecutor):
         attention: AttentionBackend,
         storage: LayerStorage,
         device: torch.device,
+        clock: Clock | None = None,
         backend: str = "inductor",
     ) -> None:
         """backend: of `torch.compile`. Anything but inductor traces without fusing, which is for debugging."""
-        super().__init__(model=model, attention=attention, storage=storage, device=device)
+        super().__init__(model=model, attention=attention, storage=storage, device=device, clock=clock)
         _executors[id(self)] = self
         self.attend: LayerAttention = _no_attention
         self._traced = copy.copy(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from impls.execution.eager import EagerExecutor, LayerStorage
-from impls.seams import Arm, AttentionBackend, CausalLM, StepBatch
+from impls.seams import Arm, AttentionBackend, CausalLM, Clock, StepBatch
 
 
 class CudaGraphExecutor(EagerExecutor):
@@ -20,9 +20,15 @@ class CudaGraphExecutor(EagerExecutor):
     """
 
     def __init__(
-        self, *, model: CausalLM, attention: AttentionBackend, storage: LayerStorage, device: torch.device
+        self,
+        *,
+        model: CausalLM,
+        attention: AttentionBackend,
+        storage: LayerStorage,
+        device: torch.device,
+        clock: Clock | None = None,
     ) -> None:
-        super().__init__(model=model, attention=attention, storage=storage, device=device)
+        super().__init__(model=model, attention=attention, storage=storage, device=device, clock=clock)
         self._buffers: DecodeBuffers | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._hidden = torch.empty(0)

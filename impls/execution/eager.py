@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from impls.seams import AttentionBackend, CausalLM, Executor, LayerAttention, StepBatch
+from impls.seams import AttentionBackend, CausalLM, Clock, Executor, LayerAttention, StepBatch
 
 
 class LayerStorage(Protocol):
@@ -24,16 +24,30 @@ class LayerStorage(Protocol):
 
 
 class EagerExecutor(Executor):
-    """Stores each layer's keys and values, then attends: the step's own rows are in the cache when they are read."""
+    """Stores each layer's keys and values, then attends: the step's own rows are in the cache when they are read.
+
+    ``attention_s`` is known with a ``clock`` and on a CPU only: kernels on CUDA run after the call that launches them.
+    """
 
     def __init__(
-        self, *, model: CausalLM, attention: AttentionBackend, storage: LayerStorage, device: torch.device
+        self,
+        *,
+        model: CausalLM,
+        attention: AttentionBackend,
+        storage: LayerStorage,
+        device: torch.device,
+        clock: Clock | None = None,
     ) -> None:
         self.model, self.attention, self.storage, self.device = model, attention, storage, device
+        self._clock = clock if device.type == "cpu" else None
+        self._seconds_in_attention = 0.0
 
     def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        self._seconds_in_attention = 0.0
         with torch.inference_mode():
-            return self._run(batch)
+            found = self._run(batch)
+        self.attention_s = None if self._clock is None else self._seconds_in_attention
+        return found
 
     def draft(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
         """FP32 logits [R, vocab] after only the first ``num_layers`` layers (None: all), final norm and head."""
@@ -54,4 +68,14 @@ class EagerExecutor(Executor):
             self.storage.write(layer, k, v, batch.slot_mapping)
             return self.attention.forward(q, self.storage.k(layer), self.storage.v(layer), layer)
 
-        return attend
+        clock = self._clock
+        if clock is None:
+            return attend
+
+        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            start = clock.now()
+            attended = attend(layer, q, k, v)
+            self._seconds_in_attention += clock.now() - start
+            return attended
+
+        return timed

@@ -204,3 +204,13 @@ def test_unwritten_slots_are_never_read(tiny):
             storage.v(layer).fill_(float("nan"))
         poisoned, _ = run(engine, requests)
         assert poisoned == clean
+
+
+def test_a_step_splits_its_forward_pass_at_attention(tiny, monkeypatch):
+    """A clock that moves by a second whenever it is read: two layers, each read before and after."""
+    clock = VirtualClock()
+    engine = build(arm_config(budget_tokens=512, source=tiny, max_model_len=64, model="tiny"), tiny, clock)
+    reads = iter(range(1000))
+    monkeypatch.setattr(clock, "now", lambda: float(next(reads)))
+    _, results = run(engine, [request("r", prompts(1, 5)[0], 3)])
+    assert [(s.attention_s, s.forward_s) for s in (r.stats for r in results)] == [(2.0, 5.0)] * 3

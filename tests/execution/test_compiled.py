@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from execution_model import SHAPE, TinyModel, TinyStorage, step
@@ -14,13 +16,26 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(bool(missing_cpp_toolchain()), reason="; ".join(missing_cpp_toolchain()))
 
 
+class TickingClock:
+    """A second passes from one look to the next."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def now(self) -> float:
+        return float(next(self._ticks))
+
+    def sleep_until(self, deadline_s: float) -> None:
+        raise AssertionError("an executor does not wait")
+
+
 def pair(num_layers: int, backend: str) -> tuple[CompiledExecutor, EagerExecutor]:
     model = TinyModel(CPU, num_layers=num_layers)
     parts = [
         {"model": model, "attention": ReferenceAttention(SHAPE, CPU), "storage": TinyStorage(CPU), "device": CPU}
         for _ in range(2)
     ]
-    return CompiledExecutor(**parts[0], backend=backend), EagerExecutor(**parts[1])
+    return CompiledExecutor(**parts[0], backend=backend, clock=TickingClock()), EagerExecutor(**parts[1])
 
 
 def assert_same(fused: CompiledExecutor, eager: EagerExecutor, lens: list[tuple[int, int]]) -> None:
@@ -50,6 +65,7 @@ def test_nothing_is_compiled_after_the_warm_up():
             assert_same(fused, eager, lens)  # prepared outside of inference mode
             with torch.inference_mode():
                 assert_same(fused, eager, lens)
+            assert fused.attention_s == 2, "one second in each layer"
         with pytest.raises(RuntimeError, match="recompile"):
             fused.draft(step([(4, 4)], CPU), 1)
     finally:

@@ -48,3 +48,54 @@ def test_draft_stops_after_the_first_layers():
     fresh = executor()
     torch.testing.assert_close(fresh.draft(batch, 1), first)
     assert fresh.storage.k(1).isnan().all(), "a draft of one layer must not write the second"
+
+
+class CountingClock:
+    """Time that passes only in attention: 1 s to store a layer's keys and values, 10 s to attend."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep_until(self, deadline_s: float) -> None:
+        self.seconds = deadline_s
+
+
+class SlowStorage(TinyStorage):
+    clock: CountingClock
+
+    def write(self, *args: object) -> None:
+        self.clock.seconds += 1
+        super().write(*args)
+
+
+class SlowAttention(ReferenceAttention):
+    clock: CountingClock
+
+    def forward(self, *args: object) -> torch.Tensor:
+        self.clock.seconds += 10
+        return super().forward(*args)
+
+
+def timed_executor(clock: CountingClock | None) -> EagerExecutor:
+    attention, storage = SlowAttention(SHAPE, CPU), SlowStorage(CPU)
+    attention.clock = storage.clock = clock or CountingClock()
+    return EagerExecutor(model=TinyModel(CPU), attention=attention, storage=storage, device=CPU, clock=clock)
+
+
+def test_attention_time_is_that_of_every_layer_of_one_step():
+    run = timed_executor(CountingClock())
+    assert run.attention_s is None
+    for _ in range(2):  # not summed over steps
+        run.execute(step([(5, 5), (1, 1)], CPU))
+        assert run.attention_s == 11 * SHAPE.num_layers
+    run.draft(step([(5, 5)], CPU), 1)
+    assert run.attention_s == 11 * SHAPE.num_layers, "a draft is no part of the step's forward phase"
+
+
+def test_attention_time_is_not_known_without_a_clock():
+    run = timed_executor(None)
+    run.execute(step([(5, 5)], CPU))
+    assert run.attention_s is None

@@ -147,3 +147,15 @@ def test_a_step_of_32_rows_costs_little() -> None:
     finally:
         gc.enable()
     assert sorted(costs)[40] < 60e-6
+
+
+def test_a_step_says_how_many_of_its_sequences_drafted_and_how_long_it_attended() -> None:
+    recorder = Recorder()
+    drafted = {"a": (4, 2), "b": (1, 0)}
+    recorder.step(StepResult([], StepStats(0.0, 1.0, drafted=drafted, attention_s=0.25)))
+    recorder.step(StepResult([], StepStats(1.0, 2.0)))
+    for request_id in drafted:
+        recorder.submitted(request(request_id, 2, 9), 0.0)
+    steps = recorder.steps()
+    assert steps["drafting_sequences"].tolist() == [2, 0]
+    assert steps["attention_s"][0] == 0.25 and steps["attention_s"].isna().tolist() == [False, True]

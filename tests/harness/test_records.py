@@ -240,6 +240,16 @@ def without_a_column(directory: Path) -> None:
     pq.write_table(table.drop_columns(["waiting"]), directory / "steps.parquet")
 
 
+def test_what_an_earlier_version_did_not_record_is_null(tmp_path: Path, frames: tuple[pd.DataFrame, ...]) -> None:
+    write_trial(tmp_path / "0", run_json(), *frames)
+    path = tmp_path / "0" / "steps.parquet"
+    whole = read_trial(tmp_path / "0").steps
+    pq.write_table(pq.read_table(path).drop_columns(["attention_s", "drafting_sequences"]), path)
+    steps = read_trial(tmp_path / "0").steps
+    assert len(steps) > 0 and steps["attention_s"].isna().all() and steps["drafting_sequences"].isna().all()
+    assert list(steps) == list(whole) and steps.dtypes.equals(whole.dtypes)
+
+
 def with_a_text_for_a_number(directory: Path) -> None:
     table = pd.DataFrame({name: ["x"] for name in STEP_SCHEMA.names})
     table.to_parquet(directory / "steps.parquet")
