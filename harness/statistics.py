@@ -11,7 +11,7 @@ CONFIDENCE = 0.95
 ADAPTIVE_CONFIDENCE = 0.98  # an adaptive study looks after every block, so it stops and reports at a stricter level
 
 # Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom: t(.975) and t(.99).
-_T_QUANTILES = {
+T_QUANTILES = {
     CONFIDENCE: (12.706204736174698, 4.302652729749462, 3.182446305283709, 2.776445105197793),
     ADAPTIVE_CONFIDENCE: (
         31.82051595377396,
@@ -76,7 +76,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
     if k > 0:
         return ordered[k - 1], ordered[n - k]
     mean = math.fsum(values) / n
-    half = _T_QUANTILES[confidence][n - 2] * stdev(values) / math.sqrt(n)
+    half = T_QUANTILES[confidence][n - 2] * stdev(values) / math.sqrt(n)
     # |mean - median| is at most s * sqrt((n - 1) / n), below the half-width for every n here: min and max only undo
     # the last bit of rounding when all values agree.
     centre = median(values)

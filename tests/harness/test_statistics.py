@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.statistics import (
-    _T_QUANTILES,
     ADAPTIVE_CONFIDENCE,
     CONFIDENCE,
+    T_QUANTILES,
     direction,
     interval,
     order_statistic_rank,
@@ -28,10 +28,10 @@ TOKENS = "output_tokens_per_s"
 
 
 def test_t_quantiles_are_students() -> None:
-    for confidence, quantiles in _T_QUANTILES.items():
+    for confidence, quantiles in T_QUANTILES.items():
         expected = scipy.stats.t.ppf((1 + confidence) / 2, range(1, len(quantiles) + 1))
         assert quantiles == pytest.approx(expected, rel=1e-12)
-    assert len(_T_QUANTILES[CONFIDENCE]) == 4 and len(_T_QUANTILES[ADAPTIVE_CONFIDENCE]) == 5
+    assert len(T_QUANTILES[CONFIDENCE]) == 4 and len(T_QUANTILES[ADAPTIVE_CONFIDENCE]) == 5
 
 
 def test_one_pair_has_a_median_and_no_interval() -> None:
