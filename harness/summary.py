@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.records import StudyRecord, TrialRecord, decode_numbers, read_json, read_run, write_json
+from harness.records import StudyRecord, TrialRecord, read_run, write_json
 from harness.statistics import direction, ratio
 
 # An arm shows the first of these that any of its trials has.
@@ -26,12 +26,6 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     summary = summary_of(read_run(run_dir))
     write_json(run_dir / "summary.json", summary)
     return summary
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """`summary.json` with infinities as numbers, as `summarize` returned it."""
-    loaded: dict[str, Any] = decode_numbers(read_json(run_dir / "summary.json"))
-    return loaded
 
 
 def summary_of(study: StudyRecord) -> dict[str, Any]:
@@ -66,10 +60,15 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Why two trials' run.json give no ratio: another machine, model, traffic or clock, or an emulated speed.
 
-    The length limit is an option of the arm, not another model.
+    Two models are the same if their fingerprints are, wherever they were read from; a record without one is compared
+    by its option, in which the length limit is the arm's and not the model's.
     """
-
-    reasons = [f"{name} differs" for name, value in _conditions(ours).items() if value != _conditions(theirs)[name]]
+    here, there = _conditions(ours), _conditions(theirs)
+    if None in (here["fingerprint"], there["fingerprint"]):
+        del here["fingerprint"], there["fingerprint"]
+    else:
+        here["model"], there["model"] = here.pop("fingerprint"), there.pop("fingerprint")
+    reasons = [f"{name} differs" for name, value in here.items() if value != there[name]]
     return reasons + [f"emulated: {run['emulated']}" for run in (ours, theirs) if run["emulated"]]
 
 
@@ -80,6 +79,7 @@ def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "machine": run["provenance"].get("hardware"),
         "model": model,
+        "fingerprint": (run["provenance"].get("model") or {}).get("fingerprint"),
         "traffic": (run["config"].get("workload"), run["seed"]),
         "clock": run["clock"],
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser import Page, find_browser, open_browser
 
-from harness.summary import read_summary
+from harness.records import decode_numbers, read_json
 
 ALL_DRAWN = "document.querySelectorAll('.chart').length === document.querySelectorAll('.chart[data-drawn]').length"
 READ_CELLS = "[...document.querySelectorAll('[data-source]')].map(c => [c.dataset.source, c.dataset.value ?? null])"
@@ -42,7 +42,7 @@ def test_a_ladder_is_drawn_from_itself_alone(page: Page, ladder: Path, tmp_path:
 def test_numbers_in_the_browser_are_the_summarys(page: Page, ladder: Path) -> None:
     page.open(ladder / "report.html")
     page.wait_for("document.querySelectorAll('[data-source]').length > 300")
-    summary = read_summary(ladder)["arms"]
+    summary = decode_numbers(read_json(ladder / "summary.json"))["arms"]
     for source, value in page.evaluate(READ_CELLS):
         found: Any = summary
         for key in json.loads(source):

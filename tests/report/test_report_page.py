@@ -15,10 +15,10 @@ import pytest
 from page_reader import Page, strings
 from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
 
-from harness.records import read_json, write_trial
+from harness.records import decode_numbers, read_json, write_trial
 from harness.report import build
 from harness.report.__main__ import main
-from harness.summary import read_summary, summarize
+from harness.summary import summarize
 
 CHARTS = {"slots", "kv", "tradeoff", "steptime", "ttft", "itl", "speculation", "telemetry"}
 MOST_BYTES = 5_000_000
@@ -49,7 +49,7 @@ def test_a_ladder_has_every_chart_within_the_size(ladder: Path) -> None:
 
 
 def test_every_figure_with_a_source_is_the_one_in_the_summary(ladder: Path) -> None:
-    page, summary = Page(ladder / "report.html"), read_summary(ladder)
+    page, summary = Page(ladder / "report.html"), decode_numbers(read_json(ladder / "summary.json"))
     with_value = [cell for cell in page.cells if cell[1] is not None]
     assert len(with_value) > 300
     for source, value, _ in page.cells:
@@ -57,7 +57,7 @@ def test_every_figure_with_a_source_is_the_one_in_the_summary(ladder: Path) -> N
 
 
 def test_what_a_reader_sees_of_the_headline_is_the_summary_rounded(ladder: Path) -> None:
-    page, summary = Page(ladder / "report.html"), read_summary(ladder)
+    page, summary = Page(ladder / "report.html"), decode_numbers(read_json(ladder / "summary.json"))
     for arm in summary["arms"]:
         metrics = summary["arms"][arm]["metrics"]
         shown = {source[2]: text for source, _, text in page.cells if source[:2] == (arm, "metrics")}
@@ -115,7 +115,7 @@ def test_hostile_names_stay_text(hostile: Path) -> None:
     from_records = [text for spec in page.specs.values() for text in strings(spec) if "alert" in text]
     assert from_records and not [text for text in from_records if "<script" in text or "<img" in text]
     for source, value, _ in page.cells:
-        assert look_up(read_summary(hostile), source) == value
+        assert look_up(decode_numbers(read_json(hostile / "summary.json")), source) == value
 
 
 @pytest.mark.parametrize("num_arms", [0, 1])
@@ -204,5 +204,5 @@ def test_a_report_is_replaced_whole_or_not_at_all(ladder: Path, monkeypatch: pyt
 
 
 def test_the_summary_on_disk_is_what_the_page_was_made_from(ladder: Path) -> None:
-    on_disk = json.dumps(read_summary(ladder))
+    on_disk = json.dumps(decode_numbers(read_json(ladder / "summary.json")))
     assert json.dumps(summarize(ladder)) == on_disk
