@@ -45,7 +45,7 @@ def conditions(report: Report) -> list[tuple[str, str]]:
         ("KV budget", lambda arm: _budget(arm)),
         ("lengths", lambda arm: _lengths(arm.config)),
         ("arrivals", lambda arm: _describe(_workload(arm.config).get("arrivals"))),
-        ("requests", lambda arm: _requests(arm.config)),
+        ("requests", _requests),
         ("commit", lambda arm: _commit(arm)),
     ]
     found = [(name, value) for name, of_arm in pairs if (value := _merged(report.arms, of_arm))]
@@ -234,12 +234,20 @@ def _lengths(config: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _requests(config: Mapping[str, Any]) -> str:
-    workload = _workload(config)
+def _requests(arm: Arm) -> str:
+    """How many of what, and what was done to them so that they fit or arrive in time."""
+    workload, made = _workload(arm.config), _provenance(arm).get("workload") or {}
     if not workload:
         return ""
-    count = workload.get("num_requests")
-    return f"{workload.get('name', 'workload')}{'' if count is None else f', {count} a trial'}"
+    count = made.get("num_requests") or workload.get("num_requests")
+    parts = [f"{workload.get('name', 'workload')}{'' if count is None else f', {count} a trial'}"]
+    if workload.get("time_scale", 1) != 1:
+        parts.append(f"timestamps x{workload['time_scale']}")
+    if made.get("num_clipped"):
+        parts.append(f"{made['num_clipped']} prompts shortened to fit (overlength=clip)")
+    if made.get("num_overlength"):
+        parts.append(f"{made['num_overlength']} too long for max_model_len, rejected")
+    return "; ".join(parts)
 
 
 def _describe(law: object) -> str:

@@ -1,0 +1,32 @@
+"""The conditions above the table say what was done to the traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simulated_run import write_run
+
+from harness.report.charts.provenance import conditions
+from harness.report.data import load
+
+
+def _run(run_dir: Path) -> Path:
+    write_run(run_dir, trials=1, num_requests=6)
+    return run_dir
+
+
+def test_shortened_and_overlong_requests_and_a_scaled_clock_are_said(tmp_path: Path) -> None:
+    report = load(_run(tmp_path))
+    for arm in report.arms:
+        for trial in arm.trials:
+            trial.run["config"]["workload"] |= {"name": "trace", "time_scale": 0.5}
+            trial.run["provenance"]["workload"] = {"num_requests": 300, "num_clipped": 180, "num_overlength": 2}
+    assert dict(conditions(report))["requests"] == (
+        "trace, 300 a trial; timestamps x0.5; 180 prompts shortened to fit (overlength=clip); "
+        "2 too long for max_model_len, rejected"
+    )
+
+
+def test_traffic_as_it_came_needs_no_remark(tmp_path: Path) -> None:
+    report = load(_run(tmp_path))
+    assert ";" not in dict(conditions(report))["requests"]
