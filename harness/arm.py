@@ -107,6 +107,12 @@ def budget_bytes(budget: Any, source: ModelSource, free_bytes: int) -> int:
     return size
 
 
+def model_fingerprints(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of a (resolved) arm's model and its draft model, where it has one: what a resumed study must find unchanged."""
+    models = {"model": config["model"]} | ({"draft": config["draft"]["model"]} if "draft" in config else {})
+    return {role: open_model(model).fingerprint for role, model in models.items()}
+
+
 def validate_arm(config: Mapping[str, Any]) -> list[str]:
     """Reasons why this (resolved) arm cannot run here; empty if it can."""
     source = open_model(config["model"])

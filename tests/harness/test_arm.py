@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from dataclasses import asdict
 
-from harness.arm import budget_bytes, draft_options, option, readable_traffic, resolve_device, validate_arm
+import pytest
+from safetensors.torch import save_file
+
+from harness.arm import (
+    budget_bytes,
+    draft_options,
+    model_fingerprints,
+    option,
+    readable_traffic,
+    resolve_device,
+    validate_arm,
+)
 from harness.errors import BadInput
 from impls.models.source import open_model
 
@@ -102,3 +114,28 @@ def test_a_draft_of_another_vocabulary_is_refused():
     assert validate_arm(drafting_arm("paged", 10**6, draft=other)) == [
         "proposer.model=tiny has a vocabulary of 256 tokens, the target 512: must be the same"
     ]
+
+
+def test_fingerprints_follow_the_weights_of_the_model_and_of_its_draft(tmp_path):
+    tiny = option("model", "tiny")
+    folder = write_checkpoint(tmp_path, 0)
+    config = drafting_arm("paged", 10**6, draft={"model": {"name": "d", "path": str(folder)}})
+    first = model_fingerprints(config)
+    assert list(first) == ["model", "draft"] and first["model"] != first["draft"]
+    assert model_fingerprints(config) == first
+    assert model_fingerprints({"model": {**tiny, "max_model_len": 7}}) == {"model": first["model"]}
+    assert model_fingerprints({"model": {**tiny, "seed": 1}}) != {"model": first["model"]}
+    write_checkpoint(tmp_path, 1)  # the same options, other weights in the file
+    changed = model_fingerprints(config)
+    assert changed["model"] == first["model"] and changed["draft"] != first["draft"]
+
+
+def write_checkpoint(folder, seed):
+    """The weights of `tiny` as a Hugging Face directory."""
+    source = open_model({**option("model", "tiny"), "seed": seed})
+    names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    names |= {"num_kv_heads": "num_key_value_heads", "max_position": "max_position_embeddings"}
+    config = {names.get(key, key): value for key, value in asdict(source.shape).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    save_file(dict(source.weights()), folder / "model.safetensors")
+    return folder
