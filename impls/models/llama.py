@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.models.rope import inverse_frequencies, rotary_tables, rotate
+from impls.models.ops import add_rms_norm, rms_norm, rotate, silu_and_mul
+from impls.models.rope import inverse_frequencies, rotary_tables
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from impls.seams import LayerAttention, LinearMethod, ModelShape, PackedLinear
 
@@ -74,29 +75,33 @@ class LlamaModel:
             down=packed("mlp.down_proj"),
         )
 
-    def _load_embedding(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """[vocab, hidden] to look rows up in: the tied head's own memory where that is one plain matrix."""
-        shared = _plain_matrix(self._head)
-        if self.shape.tie_embeddings and shared is not None:
-            return shared
-        if shared is not None:
-            dtype = shared.dtype
-        else:  # an opaque head (reordered, quantised): as wide as it, in the formats that rows can be read from
-            per_weight = self._head.num_bytes() / (self._head.in_features * self._head.out_features)
-            dtype = torch.float32 if per_weight >= 4 else torch.bfloat16
-        return self._resident(weights[EMBEDDING], dtype)
+    def _load_embedding(self, weights: Mapping[str, Tensor]) -> Tensor | None:
+        """[vocab, hidden], as wide as the head; None if the tied head's own memory serves the lookup as well."""
+        first_row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if self.shape.tie_embeddings and self.head_method.rows(self._head, first_row) is not None:
+            return None
+        per_weight = self._head.num_bytes() / (self._head.in_features * self._head.out_features)
+        return self._resident(weights[EMBEDDING], torch.float32 if per_weight >= 4 else torch.bfloat16)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """[T, hidden] in ``activation_dtype``."""
+        if self._embedding is not None:
+            return F.embedding(input_ids, self._embedding).to(self.method.activation_dtype)
+        rows = self.head_method.rows(self._head, input_ids)
+        assert rows is not None  # `_load_embedding` asked
+        return rows.to(self.method.activation_dtype)
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all resident weights, memory that two of them share counted once."""
-        tensors = [self._norm, self._embedding, *_tensors(self._head)]
+        """Bytes of all resident weights."""
+        tensors = [self._norm, *_tensors(self._head)]
+        tensors += [] if self._embedding is None else [self._embedding]
         for layer in self._layers:
             tensors += [layer.input_norm, layer.post_attention_norm]
             tensors += [] if layer.qk_norm is None else [layer.qk_norm]
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 tensors += _tensors(linear)
-        distinct = {id(tensor): tensor for tensor in tensors}
-        return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
@@ -106,23 +111,23 @@ class LlamaModel:
         input_ids, positions: int64 [T]. ``attend`` stores a layer's k and v and returns [T, num_heads, head_dim].
         """
         shape, method, eps = self.shape, self.method, self.shape.rms_norm_eps
-        rows, width = input_ids.shape[0], (shape.hidden_size,)
-        rotated_heads = shape.num_heads + shape.num_kv_heads
-        x = F.embedding(input_ids, self._embedding).to(method.activation_dtype)
+        rows, heads, kv_heads = input_ids.shape[0], shape.num_heads, shape.num_kv_heads
+        x = self._embed(input_ids)
         cos, sin = rotary_tables(self._inverse_frequencies, positions)
-        for index, layer in enumerate(self._layers[:num_layers]):
-            h = F.rms_norm(x, width, layer.input_norm, eps)
-            qkv = method.apply(h, layer.qkv).view(rows, rotated_heads + shape.num_kv_heads, shape.head_dim)
-            qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
+        layers = self._layers[:num_layers]
+        first_norm, *next_norms = [*(layer.input_norm for layer in layers), self._norm]
+        h = rms_norm(x, first_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            qkv = method.apply(h, layer.qkv).view(rows, heads + 2 * kv_heads, shape.head_dim)
+            qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (shape.head_dim,), None, eps) * layer.qk_norm
-            qk = rotate(qk, cos, sin)
-            attended = attend(index, qk[:, : shape.num_heads], qk[:, shape.num_heads :], v)
-            x += method.apply(attended.reshape(rows, shape.num_heads * shape.head_dim), layer.o)
-            h = F.rms_norm(x, width, layer.post_attention_norm, eps)
-            gate, up = method.apply(h, layer.gate_up).chunk(2, dim=-1)
-            x += method.apply(F.silu(gate).mul_(up), layer.down)
-        return F.rms_norm(x, width, self._norm, eps)
+            q, k = rotate(qk, cos, sin).split_with_sizes([heads, kv_heads], dim=1)
+            attended = attend(index, q, k, v).reshape(rows, heads * shape.head_dim)
+            h = add_rms_norm(x, method.apply(attended, layer.o), layer.post_attention_norm, eps)
+            h = silu_and_mul(method.apply(h, layer.gate_up))
+            h = add_rms_norm(x, method.apply(h, layer.down), next_norm, eps)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to FP32 [R, vocab]."""
@@ -131,13 +136,6 @@ class LlamaModel:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _plain_matrix(packed: PackedLinear) -> Tensor | None:
-    """The weight, if it is all that was packed and rows can be read from it."""
-    (weight, *rest) = packed.tensors.values()
-    plain = weight.layout == torch.strided and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return weight if plain and not rest and weight.shape == (packed.out_features, packed.in_features) else None
 
 
 def _tensors(packed: PackedLinear) -> list[Tensor]:

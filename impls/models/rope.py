@@ -66,10 +66,3 @@ def rotary_tables(inverse: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions[:, None].float() * inverse
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads, head_dim] rotated in FP32, returned in x's dtype."""
-    x32 = x.float()
-    low, high = x32.chunk(2, -1)
-    return torch.cat((high, low), -1).mul_(sin).addcmul_(x32, cos).to(x.dtype)

@@ -2,12 +2,22 @@
 
 from impls.native.attention import MAX_HEAD_DIM, PagedAttention, paged_attention
 from impls.native.build import NativeUnavailable, available, why_unavailable
-from impls.native.linear import linear_bf16, linear_int8, matmul_int8, pack_panels, quantize_int8, unpack_panels
+from impls.native.elementwise import add_rms_norm, rms_norm, rotate, silu_and_mul
+from impls.native.linear import (
+    linear_bf16,
+    linear_int8,
+    matmul_int8,
+    pack_panels,
+    quantize_int8,
+    rows_bf16,
+    unpack_panels,
+)
 
 __all__ = [
     "MAX_HEAD_DIM",
     "NativeUnavailable",
     "PagedAttention",
+    "add_rms_norm",
     "available",
     "linear_bf16",
     "linear_int8",
@@ -15,6 +25,10 @@ __all__ = [
     "pack_panels",
     "paged_attention",
     "quantize_int8",
+    "rms_norm",
+    "rotate",
+    "rows_bf16",
+    "silu_and_mul",
     "unpack_panels",
     "why_unavailable",
 ]

@@ -77,6 +77,32 @@ def linear_bf16(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | Non
 
 
 @cache
+def _rows_bf16() -> Callable[..., Any]:
+    function = load().rows_bf16
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+    function.restype = ctypes.c_int
+    return function
+
+
+def rows_bf16(packed: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Rows ``ids`` (int64 [T]) of BF16 weights from `pack_panels`, as FP32 [T, in_features].
+
+    ValueError for any other dtype, shape or layout, IndexError for an id outside 0..out_features - 1.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.impls_native.rows_bf16(packed, ids, out_features, in_features)
+        return result
+    if ids.dtype != torch.int64 or not ids.is_cpu or ids.dim() != 1 or not ids.is_contiguous():
+        raise ValueError(f"ids must be contiguous int64 [T] on the CPU, not {describe(ids)}")
+    _check_packed(packed, out_features, in_features, torch.bfloat16)
+    out = torch.empty(ids.shape[0], in_features)
+    sizes = (ids.shape[0], out_features, in_features)
+    if _rows_bf16()(packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *sizes, num_threads()):
+        raise IndexError(f"an id is outside 0..{out_features - 1}")
+    return out
+
+
+@cache
 def _int8(name: str, pointers: int, sizes: int) -> Callable[..., Any]:
     function: ctypes._NamedFuncPointer = getattr(load(), name)
     function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * sizes + [ctypes.c_int]
@@ -131,6 +157,10 @@ def _output_shape(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | N
     return x.new_empty(x.shape[0], out_features)
 
 
+def _rows_output_shape(packed: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    return packed.new_empty(ids.shape[0], in_features, dtype=torch.float32)
+
+
 def _int8_output_shape(x: Tensor, packed: Tensor, scale: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 
@@ -139,6 +169,11 @@ def _int8_output_shape(x: Tensor, packed: Tensor, scale: Tensor, out_features: i
 torch.library.define("impls_native::linear_bf16", "(Tensor x, Tensor packed, int out_features, Tensor? bias) -> Tensor")
 torch.library.impl("impls_native::linear_bf16", "CPU", linear_bf16)
 torch.library.register_fake("impls_native::linear_bf16", _output_shape)
+torch.library.define(
+    "impls_native::rows_bf16", "(Tensor packed, Tensor ids, int out_features, int in_features) -> Tensor"
+)
+torch.library.impl("impls_native::rows_bf16", "CPU", rows_bf16)
+torch.library.register_fake("impls_native::rows_bf16", _rows_output_shape)
 torch.library.define(
     "impls_native::linear_int8", "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? bias) -> Tensor"
 )

@@ -40,3 +40,6 @@ class Bf16(LinearMethod):
 
     def dequantize(self, packed: PackedLinear) -> Tensor:
         return self._gemm.unpack(packed.tensors["weight"], packed)
+
+    def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
+        return self._gemm.rows(packed, ids)

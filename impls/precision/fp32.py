@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from impls.precision.gemm import linear_fp32
@@ -32,3 +33,6 @@ class Fp32(LinearMethod):
 
     def dequantize(self, packed: PackedLinear) -> Tensor:
         return packed.tensors["weight"]
+
+    def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
+        return F.embedding(ids, packed.tensors["weight"])

@@ -57,6 +57,15 @@ class Bf16Gemm:
             weight = native.unpack_panels(weight, packed.out_features, packed.in_features)
         return (weight.to_dense() if self.kernel == "onednn_bf16" else weight).float()
 
+    def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
+        """Rows ``ids`` (int64 [T]) of W in ``dtype``, [T, K]; None in oneDNN's layout, which cannot be indexed."""
+        weight = packed.tensors["weight"]
+        if self.kernel == "onednn_bf16":
+            return None
+        if self.kernel == "native_bf16":
+            return native.rows_bf16(weight, ids, packed.out_features, packed.in_features)
+        return F.embedding(ids, weight).to(self.dtype)
+
     def matmul(self, x: Tensor, packed: PackedLinear, with_bias: bool = True) -> Tensor:
         """x [rows, K] in ``dtype`` to [rows, N] in ``dtype``; reads ``packed.tensors["weight"]`` and the bias."""
         weight, bias = packed.tensors["weight"], packed.bias if with_bias else None

@@ -140,6 +140,9 @@ class HalfLinear(PlainLinear):
         weight = packed.tensors["weight"].view(torch.bfloat16)
         return torch.nn.functional.linear(x, weight, packed.bias)
 
+    def rows(self, packed: Any, ids: torch.Tensor) -> torch.Tensor | None:
+        return None if self.opaque else packed.tensors["weight"][ids]
+
 
 @pytest.mark.parametrize(("tied", "opaque", "tables"), [(True, False, 1), (True, True, 2), (False, False, 2)])
 def test_tied_embeddings_share_the_head_where_rows_can_be_read_from_it(

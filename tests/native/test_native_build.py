@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from impls import native
-from impls.native import attention, build, linear
+from impls.native import attention, build, elementwise, linear
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_unavailable()}")
 
@@ -134,13 +134,16 @@ def test_the_portable_code_gives_the_same_numbers(tmp_path: Path, monkeypatch: p
             native.linear_bf16(x, wide, 20),
             native.linear_int8(x, narrow, torch.ones(20), 20),
             native.paged_attention(q, cache, cache, *tables, 0.2),
+            native.add_rms_norm(x.clone(), x, weight[0], 1e-5),
+            native.silu_and_mul(weight[:, 1:]),
+            native.rotate(q, q[:, :1].contiguous(), q[:, 1:].contiguous()),
         ]
 
-    caches = (linear._linear_bf16, linear._int8, attention._paged_attention)
+    caches = (linear._linear_bf16, linear._int8, attention._paged_attention, elementwise._function)
     expected = outputs()
     monkeypatch.setattr(build, "FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS if f != "-march=native"))
     portable = ctypes.CDLL(str(build.compile_library(tmp_path)))
-    for module in (linear, attention):
+    for module in (linear, attention, elementwise):
         monkeypatch.setattr(module, "load", lambda: portable)
     try:
         for function in caches:

@@ -58,6 +58,25 @@ def test_bf16_matches_the_exact_product_of_its_own_weights(
     assert 2 * n * k <= packed.num_bytes() <= 2 * padded
 
 
+@pytest.mark.parametrize("kernel", ["fp32", *RUNNABLE])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 33), (64, 576)])
+def test_a_tied_embedding_reads_the_rows_that_the_head_multiplies_with(kernel: str, n: int, k: int) -> None:
+    _, weight, _ = tensors(1, k, n)
+    method = Fp32(CPU) if kernel == "fp32" else Bf16(CPU, kernel=kernel)
+    packed, ids = method.pack(weight), torch.tensor([n - 1, 0, n // 2, 0])
+    rows = method.rows(packed, ids)
+    if kernel == "onednn_bf16":  # blocked: the model keeps a second table
+        assert rows is None
+        return
+    assert rows is not None and rows.dtype == method.activation_dtype and rows.is_contiguous()
+    before = method.dequantize(packed).clone()
+    assert torch.equal(rows.float(), before[ids])
+    rows += 1  # the residual stream is added to in place
+    assert torch.equal(method.dequantize(packed), before)
+    with pytest.raises(IndexError):
+        method.rows(packed, torch.tensor([n]))
+
+
 def test_a_scratch_smaller_than_the_weights_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = tensors(5, 40, 100)
     monkeypatch.setattr(gemm, "SCRATCH_ELEMENTS", 40 * 7)

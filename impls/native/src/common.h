@@ -39,6 +39,22 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf select_f(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf max_f(vf a, vf b) { return select_f(a > b, a, b); }
 
+// 2^x to a relative error of 2e-7 for x <= 0; 0 below -126, -inf included.
+INLINE vf exp2_vector(vf x) {
+    const vi tiny = x < -126.0f;
+    x = select_f(tiny, splat(-126.0f), x);
+    const vf rounder = splat(12582912.0f), shifted = x + rounder;  // 1.5 * 2^23: the integer part in the low bits
+    const vf f = x - (shifted - rounder);
+    vf p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return select_f(tiny, (vf){0}, (vf)((vi)p + (((vi)shifted - (vi)rounder) << 23)));
+}
+
 INLINE float widen(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
     float x;

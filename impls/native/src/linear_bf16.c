@@ -114,3 +114,31 @@ EXPORT void linear_bf16(const float *x, const void *w, const float *bias, float 
     a.panel_items = (panels + a.panels_per_item - 1) / a.panels_per_item;
     parallel_for(a.panel_items * row_items, threads, body, &a);
 }
+
+struct lookup {
+    const uint32_t *w;
+    const int64_t *ids;
+    float *y;
+    int64_t k;
+};
+
+static void lookup_body(void *context, int64_t row) {
+    const struct lookup *a = context;
+    const int64_t panel = a->ids[row] / PANEL, channel = a->ids[row] % PANEL, k = a->k;
+    const uint32_t *from = a->w + panel * ((k + 1) / 2) * PANEL + channel;
+    float *y = a->y + row * k;
+    for (int64_t i = 0; i < k / 2; i++) {
+        y[2 * i] = widen((uint16_t)from[i * PANEL]);
+        y[2 * i + 1] = widen((uint16_t)(from[i * PANEL] >> 16));
+    }
+    if (k % 2) y[k - 1] = widen((uint16_t)from[k / 2 * PANEL]);
+}
+
+// y[M,K] = rows ids[M] of W. 0; 1 if an id is not one of its N rows.
+EXPORT int rows_bf16(const void *w, const int64_t *ids, float *y, int64_t m, int64_t n, int64_t k, int threads) {
+    for (int64_t row = 0; row < m; row++)
+        if (ids[row] < 0 || ids[row] >= n) return 1;
+    struct lookup a = {w, ids, y, k};
+    parallel_for(m, m * k < 1 << 14 ? 1 : threads, lookup_body, &a);
+    return 0;
+}

@@ -94,22 +94,6 @@ static __attribute__((noinline)) void add_product(int64_t rows, const float *a, 
     multiply(1, rows, a, a_stride, b, b_stride, k, c, c_stride);
 }
 
-// 2^x to a relative error of 2e-7 for x <= 0; 0 below -126, -inf included.
-INLINE vf exp2_vector(vf x) {
-    const vi tiny = x < -126.0f;
-    x = select_f(tiny, splat(-126.0f), x);
-    const vf rounder = splat(12582912.0f), shifted = x + rounder;  // 1.5 * 2^23: the integer part in the low bits
-    const vf f = x - (shifted - rounder);
-    vf p = splat(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    return select_f(tiny, (vf){0}, (vf)((vi)p + (((vi)shifted - (vi)rounder) << 23)));
-}
-
 #if defined(__AVX2__)
 INLINE __m256 load8(const void *row, int64_t d, int bf16) {
     if (!bf16) return _mm256_loadu_ps((const float *)row + d);
