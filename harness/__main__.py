@@ -19,7 +19,8 @@ from harness.compose import CONF, quoted
 from harness.console import make_console, plan_lines, summary_table
 from harness.errors import BadInput, not_allowed, one_line
 from harness.help import help_text
-from harness.study import KEPT, Plan, open_run, pending_blocks, planned_configs, statuses
+from harness.run_dir import KEPT, open_run, pending_blocks, statuses
+from harness.study import Plan, planned_configs
 
 HELP_FLAGS = ("-h", "--help")
 SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")  # answered by Hydra, nothing is run

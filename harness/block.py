@@ -17,7 +17,8 @@ from harness.console import Reporter
 from harness.isolate import Ending, run_inline, run_isolated
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, write_trial
-from harness.study import KEPT, Plan, planned_configs, read_plan, recorded_status
+from harness.run_dir import KEPT, read_plan, recorded_status
+from harness.study import Plan, planned_configs
 
 
 class RunOne(Protocol):

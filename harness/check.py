@@ -15,10 +15,10 @@ from harness.errors import BadInput, not_allowed, one_line, unknown_key
 ALLOWED_TARGETS = ("impls.", "workloads.", "harness.")
 # Every number is finite and at least 0. These names are narrower, wherever they occur.
 AT_LEAST_ONE = {
-    *("trials", "num_requests", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"),
+    *("trials", "max_trials", "num_requests", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"),
     *("concurrency", "num_draft_tokens", "num_groups", "max_tokens", "num_layers", "threads"),
 }
-ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv"}
+ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv", "half_width"}
 AT_MOST_ONE = {"share", "top_p", "acceptance_rate"}
 ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
 CHOICES = {"isolation": ("process", "inline")}

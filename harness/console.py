@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from harness.records import RecordError, decode_numbers, read_json
-from harness.study import KEPT, Plan, statuses
+from harness.run_dir import KEPT, statuses
+from harness.study import Plan
 from harness.summary import TABLE_COLUMNS, table_rows
 
 WIDTH = 160  # of a table that goes to a file or a pipe
@@ -178,7 +179,10 @@ def _recorded_seconds(run: Mapping[str, Any]) -> float | None:
 def plan_lines(run_dir: Path, plan: Plan) -> Iterable[str]:
     """What is about to run."""
     trials = sum(len(block) for block in plan["order"])
-    yield f"study {plan['study']}: {len(plan['arms'])} arms, {trials} trials, baseline {plan['baseline']}"
+    until = ""
+    if plan.get("half_width") is not None:
+        until = f" at most, until every interval is within {100 * plan['half_width']:g} % of its middle"
+    yield f"study {plan['study']}: {len(plan['arms'])} arms, {trials} trials{until}, baseline {plan['baseline']}"
     yield f"records: {run_dir}"
     for name, arm in plan["arms"].items():
         for reason in arm["reasons"]:

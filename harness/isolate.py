@@ -27,7 +27,7 @@ POLL_S = 0.2
 GRACE_S = 30.0  # for an interrupted child to finish its record
 # Every trial is forked from one server that has imported torch and started no thread and no GPU context: a trial is a
 # new process without the seconds of its imports. Where a fork of loaded libraries is unsafe, it starts from nothing.
-CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+HAS_SERVER = sys.platform == "linux"
 PRELOAD = ["harness.trial"]
 
 Job = Mapping[str, Any]
@@ -44,8 +44,8 @@ class Ending:
 
 def import_ahead() -> None:
     """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once."""
-    if sys.platform == "linux":
-        CONTEXT.set_forkserver_preload(PRELOAD)
+    if HAS_SERVER:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
 
 
@@ -58,9 +58,10 @@ def run_isolated(
     kill it too. Nothing that the child started outlives it.
     """
     import_ahead()
-    reports, write_end = CONTEXT.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver") if HAS_SERVER else multiprocessing.get_context("spawn")
+    reports, write_end = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as output, reports, _counted_interrupts() as interrupts:
-        child = CONTEXT.Process(target=_enter, args=(target, job, write_end, output.name))
+        child = context.Process(target=_enter, args=(target, job, write_end, output.name))
         with write_end:
             child.start()
         try:

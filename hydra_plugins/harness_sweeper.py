@@ -1,4 +1,4 @@
-"""Hydra's door to harness/study.py: one job is one block of the study whose plan lies in `run_dir`."""
+"""Hydra's door to the harness: one job is one block of the study whose plan lies in `run_dir`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ class HarnessSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        from harness.study import pending_blocks, read_plan  # Hydra loads every plugin, also for other applications
+        from harness.run_dir import pending_blocks, read_plan  # Hydra loads every plugin, also for other applications
 
         assert self.config is not None
         run_dir = Path(self.config.run_dir)
-        blocks = pending_blocks(run_dir, read_plan(run_dir))
-        jobs = [[*arguments, f"+block={block}"] for block in blocks]
-        results: Sequence[JobReturn] = self.launcher.launch(jobs, initial_job_idx=0)
-        return [result.return_value for result in results]  # raises what a job raised
+        plan = read_plan(run_dir)
+        launched: list[int] = []  # a block that failed is not tried again; an adaptive study may find further ones due
+        values: list[Any] = []
+        while blocks := [block for block in pending_blocks(run_dir, plan) if block not in launched]:
+            jobs = [[*arguments, f"+block={block}"] for block in blocks]
+            results: Sequence[JobReturn] = self.launcher.launch(jobs, initial_job_idx=len(launched))
+            values += [result.return_value for result in results]  # raises what a job raised
+            launched += blocks
+        return values
 
 
 ConfigStore.instance().store(

@@ -15,7 +15,7 @@ from harness.__main__ import main
 from harness.block import run_block
 from harness.isolate import Ending, run_isolated
 from harness.records import read_trial
-from harness.study import pending_blocks, read_plan
+from harness.run_dir import pending_blocks, read_plan
 
 TINY = [
     *("study=none", "model=tiny", "device=cpu", "device.threads=1", "attention=sdpa", "workload/prompts=random"),

@@ -21,7 +21,7 @@ from harness.compose import quoted
 from harness.isolate import Ending
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, read_json, write_trial
-from harness.study import pending_blocks, read_plan
+from harness.run_dir import pending_blocks, read_plan
 
 TINY = ["model=tiny", "device=cpu", "attention=sdpa", "workload/prompts=random", "workload.num_requests=4"]
 SWEEP = ["study=none", "batching=static,continuous", "study.trials=3", *TINY]
@@ -30,9 +30,13 @@ SWEEP = ["study=none", "batching=static,continuous", "study.trials=3", *TINY]
 class FakeRunner:
     """Stands in for the child process: writes the record that ``behave`` asks for."""
 
-    def __init__(self, behave: Callable[[Mapping[str, Any]], str] = lambda job: "ok") -> None:
+    def __init__(
+        self,
+        behave: Callable[[Mapping[str, Any]], str] = lambda job: "ok",
+        noise: Callable[[Mapping[str, Any]], float] = lambda job: 1.0,
+    ) -> None:
         self.jobs: list[Mapping[str, Any]] = []
-        self._behave = behave
+        self._behave, self._noise = behave, noise
 
     def __call__(self, job: Mapping[str, Any], *, stall_s: float, on_progress: Callable[..., None]) -> Ending:
         self.jobs.append(job)
@@ -42,7 +46,9 @@ class FakeRunner:
             return Ending("RuntimeError: out of memory")
         if behaviour == "die":
             raise SystemExit(9)  # the whole harness is killed
-        write_trial(Path(job["out_dir"]), record(job, "aborted" if behaviour == "interrupt" else behaviour))
+        run = record(job, "aborted" if behaviour == "interrupt" else behaviour)
+        run["metrics"]["output_tokens_per_s"] *= self._noise(job)
+        write_trial(Path(job["out_dir"]), run)
         return Ending(None, interrupted=behaviour == "interrupt")
 
     @property
@@ -137,6 +143,60 @@ def test_a_resumed_run_keeps_ok_and_runs_the_rest(command: Any) -> None:
     third = FakeRunner()
     assert command(third, f"run_dir={run_dir().resolve()}", "study.trials=3", "study=none") == 0
     assert third.ran == []
+
+
+ADAPTIVE = [*SWEEP[:2], "study.half_width=0.03", "study.max_trials=9", *TINY]
+
+
+def test_an_adaptive_study_stops_at_five_blocks_where_nothing_varies(command: Any, capsys: Any) -> None:
+    runner = FakeRunner()
+    assert command(runner, *ADAPTIVE, through_hydra=True) == 0
+    assert {trial for _, trial in runner.ran} == set(range(5)) and len(runner.ran) == 10
+    out = capsys.readouterr().out
+    assert "18 trials at most, until every interval is within 3 % of its middle" in out and "[10/10]" in out
+    again = FakeRunner()
+    assert command(again, f"run_dir={run_dir().resolve()}", through_hydra=True) == 0
+    assert again.ran == []
+
+
+def test_an_adaptive_study_goes_on_until_its_intervals_are_narrow(command: Any) -> None:
+    noisy = FakeRunner(noise=lambda job: 1.06 if (job["arm"], job["trial"]) == ("static", 0) else 1.0)
+    assert command(noisy, *ADAPTIVE, through_hydra=True) == 0
+    blocks = {trial for _, trial in noisy.ran}
+    assert 5 < len(blocks) < 9 and blocks == set(range(len(blocks)))
+    assert read_plan(run_dir())["half_width"] == 0.03
+
+
+def test_an_adaptive_study_ends_at_its_limit_and_resumes_within_it(command: Any) -> None:
+    def wild(job: Mapping[str, Any]) -> float:
+        return 1.5 if job["arm"] == "static" and job["trial"] % 2 else 1.0
+
+    dying = FakeRunner(lambda job: "die" if job["trial"] == 6 else "ok", noise=wild)
+    with pytest.raises(SystemExit):
+        command(dying, *ADAPTIVE, through_hydra=True)
+    rest = FakeRunner(noise=wild)
+    assert command(rest, f"run_dir={run_dir().resolve()}", through_hydra=True) == 0
+    assert {trial for _, trial in rest.ran} == {6, 7, 8}
+
+
+def test_a_failing_arm_does_not_keep_an_adaptive_study_going_for_ever(command: Any) -> None:
+    runner = FakeRunner(lambda job: "crash" if job["arm"] == "continuous" else "ok")
+    assert command(runner, *ADAPTIVE, through_hydra=True) == 1
+    assert {trial for _, trial in runner.ran} == set(range(5)) and len(runner.ran) == 10
+
+
+def test_an_adaptive_study_needs_room_for_its_rule(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(FakeRunner(), *SWEEP[:2], "study.half_width=0.03", "study.max_trials=4", *TINY) == 2
+    assert "study.max_trials=4" in capsys.readouterr().err
+
+
+def test_a_model_file_that_changed_is_refused(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(FakeRunner(lambda job: "crash"), *SWEEP) == 1
+    plan = json.loads((run_dir() / "study.json").read_text())
+    plan["arms"]["static"]["fingerprints"]["model"] = "another file"
+    (run_dir() / "study.json").write_text(json.dumps(plan))
+    assert command(FakeRunner(), f"run_dir={run_dir().resolve()}") == 2
+    assert "fingerprint" in (error := capsys.readouterr().err) and "start a new run" in error
 
 
 def test_a_killed_study_resumes_where_it_died(command: Any) -> None:
