@@ -275,9 +275,8 @@ def compute_metrics(
         metrics["slot_utilization"] = slot_utilization(inside[waits], max_num_seqs)
         metrics["slot_utilization_drain"] = slot_utilization(inside[~waits], max_num_seqs)
     described = {"start_s": window.start_s, "end_s": window.end_s, "rule": window.rule}
-    warnings = warnings_of(
-        requests, steps, metrics, described, bool(extras.get("speculation")), bool(extras.get("ignore_eos"))
-    )
+    speculation, ignore_eos = bool(extras.get("speculation")), bool(extras.get("ignore_eos"))
+    warnings = warnings_of(requests, steps, telemetry, metrics, described, speculation, ignore_eos)
     return described, metrics, warnings
 
 

@@ -14,6 +14,17 @@ FEW_REQUESTS = 30
 FEW_FOR_P99 = 100
 REPETITIVE_SHARE = 0.5
 CLIENT_LAG_S = 0.010
+# The bits of NVML's `nvmlDeviceGetCurrentClocksEventReasons` that slow a GPU down (nvml.h, nvmlClocksEventReason*).
+THROTTLE_REASONS = {
+    0x004: "software power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
+    0x100: "display clock setting",
+}
+NO_THROTTLING = 0x001 | 0x002  # idle; clocks that somebody has set
 
 Floats = npt.NDArray[np.float64]
 
@@ -21,6 +32,7 @@ Floats = npt.NDArray[np.float64]
 def warnings_of(
     requests: pd.DataFrame,
     steps: pd.DataFrame,
+    telemetry: pd.DataFrame,
     metrics: Mapping[str, Any],
     window: Mapping[str, Any],
     speculation: bool,
@@ -42,6 +54,7 @@ def warnings_of(
     lag = client_lag(requests, steps)
     if lag > CLIENT_LAG_S:
         found.append(f"client lag: p99 of submission after it could have been is {1000 * lag:.1f} ms")
+    found += gpu_warnings(telemetry, window)
     if speculation:
         found += _repetition(metrics["distinct_4gram_share"], ignore_eos)
     return found
@@ -79,6 +92,34 @@ def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
         possible = np.maximum(intended, np.where(running >= 0, ends[running], -math.inf))
     lags = np.sort(requests["submitted_s"].to_numpy(float) - possible)
     return float(lags[-(-99 * len(lags) // 100) - 1]) if len(lags) else 0.0
+
+
+def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:
+    """GPUs that ran slower than they can, or not for this trial alone, in a share of the window's samples.
+
+    A GPU that gives no such reading is not warned of: nothing is known.
+    """
+    if window["start_s"] is None or window["end_s"] is None:
+        return []
+    answered = telemetry["value"].notna() & telemetry["t_s"].between(window["start_s"], window["end_s"])
+    readings = telemetry[answered & telemetry["source"].str.startswith("gpu")]
+    found = []
+    for gpu, samples in readings[readings["name"] == "throttle_reasons"].groupby("source"):
+        bits = samples["value"].to_numpy(np.int64) & ~NO_THROTTLING
+        if bits.any():
+            shares = [(np.mean(bits & (1 << i) != 0), 1 << i) for i in range(int(bits.max()).bit_length())]
+            reasons = [f"{THROTTLE_REASONS.get(bit, hex(bit))} {100 * share:.3g} %" for share, bit in shares if share]
+            found.append(
+                f"GPU clock throttling: {gpu} in {100 * np.mean(bits != 0):.3g} % of {len(bits)} samples ({', '.join(reasons)})"
+            )
+    for gpu, samples in readings[readings["name"] == "other_processes"].groupby("source"):
+        others = samples["value"].to_numpy(float)
+        if others.any():
+            shared, most = np.mean(others > 0), int(others.max())
+            found.append(
+                f"GPU sharing: other processes on {gpu} in {100 * shared:.3g} % of {len(others)} samples, up to {most} at once"
+            )
+    return found
 
 
 def _repetition(share: float | None, ignore_eos: bool) -> list[str]:
