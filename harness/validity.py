@@ -107,19 +107,20 @@ def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str
     for gpu, samples in readings[readings["name"] == "throttle_reasons"].groupby("source"):
         bits = samples["value"].to_numpy(np.int64) & ~NO_THROTTLING
         if bits.any():
-            shares = [(np.mean(bits & (1 << i) != 0), 1 << i) for i in range(int(bits.max()).bit_length())]
-            reasons = [f"{THROTTLE_REASONS.get(bit, hex(bit))} {100 * share:.3g} %" for share, bit in shares if share]
-            found.append(
-                f"GPU clock throttling: {gpu} in {100 * np.mean(bits != 0):.3g} % of {len(bits)} samples ({', '.join(reasons)})"
-            )
+            seen = [1 << i for i in range(int(bits.max()).bit_length()) if (bits & (1 << i)).any()]
+            reasons = [f"{THROTTLE_REASONS.get(bit, hex(bit))} {_percent(bits & bit != 0)}" for bit in seen]
+            share = f"{_percent(bits != 0)} of {len(bits)} samples"
+            found.append(f"GPU clock throttling: {gpu} in {share} ({', '.join(reasons)})")
     for gpu, samples in readings[readings["name"] == "other_processes"].groupby("source"):
         others = samples["value"].to_numpy(float)
         if others.any():
-            shared, most = np.mean(others > 0), int(others.max())
-            found.append(
-                f"GPU sharing: other processes on {gpu} in {100 * shared:.3g} % of {len(others)} samples, up to {most} at once"
-            )
+            share = f"{_percent(others > 0)} of {len(others)} samples"
+            found.append(f"GPU sharing: other processes on {gpu} in {share}, up to {int(others.max())} at once")
     return found
+
+
+def _percent(happened: npt.NDArray[np.bool_]) -> str:
+    return f"{100 * np.mean(happened):.3g} %"
 
 
 def _repetition(share: float | None, ignore_eos: bool) -> list[str]:
