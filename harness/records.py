@@ -26,6 +26,9 @@ RUN_FIELDS = (
     *("schema_version", "study", "arm", "trial", "status", "reasons", "config", "axes", "seed", "provenance", "window"),
     *("metrics", "limits", "validity", "clock", "emulated"),
 )
+# Beyond the contract: missing or null where it was not measured. verify_cost: of `warm_up.WarmUp`. linear_stages: what
+# `linear_stages.linear_stage_times` gave.
+RUN_EXTRA_FIELDS: dict[str, type] = {"verify_cost": dict, "linear_stages": list}
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 REQUEST_COLUMNS: dict[str, pa.DataType] = {
@@ -219,6 +222,9 @@ def validate_record(run: Mapping[str, Any], where: str = "run.json") -> None:
         for name in names:
             if not isinstance(run[name], kind) or isinstance(run[name], bool):
                 raise RecordError(f"{where}: {name} is {type(run[name]).__name__}, expected {kind.__name__}")
+    for name, kind in RUN_EXTRA_FIELDS.items():
+        if not isinstance(run.get(name), kind | None):
+            raise RecordError(f"{where}: {name} is {type(run[name]).__name__}, expected {kind.__name__} or null")
 
 
 def write_trial(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run
@@ -35,6 +36,11 @@ class Arm:
         """The trial that timelines show: the first that is ok, else the first that ran any step."""
         ran = [trial for trial in self.trials if len(trial.steps)]
         return next((t for t in ran if t.run["status"] == "ok"), ran[0] if ran else None)
+
+    def by_trial(self, value: Callable[[TrialRecord], float | None]) -> dict[int, float]:
+        """Trial number -> value, of the ok trials that have it."""
+        found = {int(trial.run["trial"]): value(trial) for trial in self.ok}
+        return {number: known for number, known in found.items() if known is not None}
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
@@ -103,9 +109,20 @@ class Report:
     def arm(self, name: str | None) -> Arm | None:
         return next((arm for arm in self.arms if arm.name == name), None)
 
+    def below(self, arm: Arm) -> Arm | None:
+        """The arm that it builds on, else the baseline; None for the baseline itself."""
+        found = self.arm(arm.entry["versus"]) or self.arm(self.baseline)
+        return None if found is arm else found
+
     def points(self, wanted: int, least: int = 60) -> int:
         """How many points a line may have, so that a report of many arms stays small: ``wanted`` for up to 8 arms."""
         return max(least, min(wanted, 8 * wanted // max(1, len(self.arms))))
+
+
+def middle(values: Iterable[float]) -> float | None:
+    """The median; None of nothing."""
+    known = list(values)
+    return median(known) if known else None
 
 
 def load(run_dir: Path) -> Report:

@@ -12,11 +12,14 @@ import jinja2
 from markupsafe import Markup
 
 from harness.report.charts import (
+    decode_step,
     kv_memory,
     latency,
+    linear_layers,
     provenance,
     slots,
     speculation,
+    speedup,
     step_time,
     telemetry,
     tradeoff,
@@ -48,8 +51,10 @@ def render(report: Report) -> str:
         signature=[slots.chart(report), kv_memory.chart(report)],
         sections=[
             ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
+            ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report)]),
             ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
-            ("Inside", [speculation.chart(report), telemetry.chart(report)]),
+            ("Speculation", [speculation.chart(report), speedup.chart(report)]),
+            ("Machine", [telemetry.chart(report)]),
         ],
         details=[
             ("Trials", provenance.trials_table(report)),

@@ -118,6 +118,7 @@ class Engine:
             schedule_s=0.00005,
             prepare_s=0.0003,
             forward_s=forward,
+            attention_s=0.25 * forward,
             sample_s=0.0004,
             propose_s=0.0001 if self.plan.drafts else 0.0,
             commit_s=0.0001,
@@ -225,8 +226,31 @@ def run_record(study: str, plan: ArmPlan, trial: int, num_requests: int, **chang
         "validity": [],
         "clock": "real",
         "emulated": list(plan.emulated),
+        "verify_cost": verify_cost(plan),
+        "linear_stages": linear_stages(plan),
         **changes,
     }
+
+
+def verify_cost(plan: ArmPlan) -> dict[str, Any] | None:
+    """A step with full drafts takes half as long again."""
+    if not plan.drafts:
+        return None
+    step_s = {"plain": 0.02 * plan.speed, "verify": 0.03 * plan.speed}
+    return {"rows": plan.drafts + 1, "sequences": plan.max_num_seqs, "step_s": step_s}
+
+
+def linear_stages(plan: ArmPlan) -> list[dict[str, float | None]]:
+    """At 1 and 4 rows; 8-bit arms have stages, and a fused kernel that saves a tenth of their sum."""
+    found: list[dict[str, float | None]] = []
+    for rows in (1, 4):
+        stages: dict[str, float | None] = dict.fromkeys(("quantize_s", "matmul_s", "rescale_s"))
+        apply_s = 0.01 + 0.001 * rows
+        if plan.precision in ("int8", "fp8"):
+            stages = {"quantize_s": 0.001 * rows, "matmul_s": 0.5 * plan.speed * apply_s, "rescale_s": 0.002 * rows}
+            apply_s = 0.9 * sum(filter(None, stages.values()))
+        found.append({"rows": rows, "apply_s": apply_s, **stages})
+    return found
 
 
 def write_measured(run_dir: Path, study: str, plan: ArmPlan, trial: int, num_requests: int, **changes: Any) -> None:

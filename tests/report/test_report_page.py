@@ -20,7 +20,20 @@ from harness.report import build
 from harness.report.__main__ import main
 from harness.summary import summarize
 
-CHARTS = {"slots", "kv", "tradeoff", "steptime", "ttft", "itl", "speculation", "telemetry"}
+CHARTS = {
+    "slots",
+    "kv",
+    "tradeoff",
+    "steptime",
+    "decode",
+    "linear",
+    "ttft",
+    "itl",
+    "speculation",
+    "speedup",
+    "telemetry",
+}
+OF_SOME_ARMS = {"speculation", "speedup", "linear"}  # those that draft, those that quantise
 MOST_BYTES = 5_000_000
 
 
@@ -123,7 +136,7 @@ def test_few_arms_render(num_arms: int, tmp_path: Path) -> None:
     write_run(tmp_path, LADDER[:num_arms], trials=1, num_requests=5)
     page = Page(build(tmp_path))
     assert ("This run has no arms" in page.text) == (num_arms == 0)
-    assert set(page.specs) == (CHARTS - {"speculation"} if num_arms else set())
+    assert set(page.specs) == (CHARTS - OF_SOME_ARMS if num_arms else set())
 
 
 def test_a_plan_without_trials_renders(tmp_path: Path) -> None:
@@ -136,7 +149,7 @@ def test_many_arms_stay_small(tmp_path: Path) -> None:
     plans = [ArmPlan(f"arm-{i}", max_num_seqs=4, versus="arm-0" if i else None, drafts=i % 2) for i in range(40)]
     write_run(tmp_path, plans, trials=1, num_requests=4, study="grid")
     page = Page(build(tmp_path))
-    assert set(page.specs) == CHARTS
+    assert set(page.specs) == CHARTS - {"linear"}
     assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     assert "the first 12 of 40 arms" in page.text and "the first 12 of 20 arms" in page.text
     looks = {(t["line"]["color"], t["line"]["dash"]) for t in page.specs["ttft"]["data"][:20]}

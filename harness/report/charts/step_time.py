@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report
-from harness.report.parts import LEGEND_ABOVE, Chart, Table, floats, label, number_cell, percent_cell, text_cell
+from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, percent_cell, text_cell
 
+# The forward pass is two of them where a trial told its attention apart, and one where it could not.
 PHASES = {
     "schedule": ("@phase0", ""),
     "prepare": ("@phase1", "/"),
+    "attention": ("@prefill", "|"),
     "forward": ("@phase2", ""),
     "sample": ("@phase3", "\\"),
     "propose": ("@phase4", "x"),
     "commit": ("@phase5", "."),
     "other": ("@muted", "-"),
 }
-ROW_PX = 34
 
 
 def phase_seconds(arm: Arm) -> dict[str, float]:
-    """Seconds by phase over all ok trials; ``other`` is what of the steps' time no phase claims."""
+    """Seconds by phase over all ok trials; ``other`` is what of the steps' time no phase claims.
+
+    ``forward`` is the forward pass without ``attention``, or all of it, and ``attention`` missing, where some trial
+    did not tell that apart.
+    """
     trials = arm.ok
-    seconds = {
-        phase: float(sum(np.nansum(trial.steps[f"{phase}_s"].to_numpy(float)) for trial in trials))
-        for phase in PHASES
-        if phase != "other"
-    }
+    measured = [phase for phase in PHASES if phase != "other"]
+    columns = {phase: [trial.steps[f"{phase}_s"].to_numpy(float) for trial in trials] for phase in measured}
+    seconds = {phase: float(sum(np.nansum(values) for values in columns[phase])) for phase in measured}
+    if any(np.isnan(values).any() for values in columns["attention"]):
+        del seconds["attention"]
+    else:
+        seconds["forward"] -= seconds["attention"]
     total = float(sum((trial.steps["end_s"] - trial.steps["start_s"]).sum() for trial in trials))
     return {**seconds, "other": max(0.0, total - sum(seconds.values()))}
 
@@ -39,48 +45,18 @@ def chart(report: Report) -> Chart:
     seen = [arm for arm in report.arms if sum(found.get(arm.name, {}).values()) > 0]
     if not seen:
         return Chart("steptime", title, "", Table((), ()), empty="No ok trial recorded the time of its steps.")
-    names = [label(arm.name, 28) for arm in seen]
-    traces: list[dict[str, Any]] = []
-    for phase, (colour, pattern) in PHASES.items():
-        shares = [100 * found[arm.name][phase] / sum(found[arm.name].values()) for arm in seen]
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": phase,
-                "x": floats(shares, 3),
-                "y": list(range(len(seen))),
-                "marker": {
-                    "color": colour,
-                    "pattern": {
-                        "shape": pattern,
-                        "size": 5,
-                        "solidity": 0.25,
-                        "fillmode": "overlay",
-                        "fgcolor": "@paper",
-                    },
-                },
-                "hovertemplate": f"{phase} %{{x:.2f}} %<extra></extra>",
-            }
-        )
-    layout = {
-        "barmode": "stack",
-        "bargap": 0.35,
-        "xaxis": {"title": {"text": "share of the steps' time (%)"}, "range": [0, 100]},
-        "yaxis": {
-            "tickmode": "array",
-            "tickvals": list(range(len(seen))),
-            "ticktext": names,
-            "range": [len(seen) - 0.5, -0.5],
-            "showgrid": False,
-            "automargin": True,
-        },
-        "legend": {**LEGEND_ABOVE, "traceorder": "normal"},
-        "showlegend": True,
-        "hovermode": "closest",
-    }
-    note = "All steps of all ok trials, drain included; other: what no phase claims."
-    return Chart("steptime", title, note, _table(seen, found), traces, layout, 118 + ROW_PX * len(seen))
+    rows = []
+    for arm in seen:
+        seconds = found[arm.name]
+        total = sum(seconds.values())
+        rows.append((label(arm.name, 28), {phase: 100 * value / total for phase, value in seconds.items()}))
+    traces, layout, height = stacked_bars(PHASES, rows, "share of the steps' time", "%")
+    layout["xaxis"]["range"] = [0, 100]
+    note = (
+        "All steps of all ok trials, drain included; attention: the layers' storing and reading of K/V, forward: the "
+        "forward pass without it (with it where the table shows none); other: what no phase claims."
+    )
+    return Chart("steptime", title, note, _table(seen, found), traces, layout, height)
 
 
 def _table(arms: list[Arm], found: dict[str, dict[str, float]]) -> Table:
@@ -88,6 +64,6 @@ def _table(arms: list[Arm], found: dict[str, dict[str, float]]) -> Table:
     for arm in arms:
         seconds = found[arm.name]
         total, steps = sum(seconds.values()), sum(len(trial.steps) for trial in arm.ok)
-        shares = (percent_cell(seconds[phase] / total) for phase in PHASES)
+        shares = (percent_cell(seconds[p] / total) if p in seconds else Cell(MISSING) for p in PHASES)
         rows.append([text_cell(arm.name), number_cell(steps, 0), number_cell(1e3 * total / steps, 2), *shares])
     return Table(("arm", "steps (n)", "mean step (ms)", *PHASES), rows)

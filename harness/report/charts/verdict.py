@@ -106,9 +106,9 @@ def rows(report: Report) -> list[Row]:
 
 def changes(arm: Arm, report: Report) -> str:
     """The settings that this arm has and the arm it builds on (else the baseline) has not."""
-    below = report.arm(arm.entry["versus"]) or report.arm(report.baseline)
+    below = report.below(arm)
     own = [str(setting) for setting in arm.plan.get("overrides") or []]
-    if below is None or below is arm:
+    if below is None:
         others = [set(map(str, other.plan.get("overrides") or [])) for other in report.arms if other is not arm]
         common = set.intersection(*others) if others else set()
     else:

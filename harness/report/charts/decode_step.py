@@ -1,0 +1,79 @@
+"""What a decode step costs, attention told from the rest: where a change of the KV cache gains or loses its time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.records import TrialRecord
+from harness.report.bars import stacked_bars
+from harness.report.data import Arm, Report, middle
+from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, text_cell
+
+PARTS = {
+    "attention": ("@prefill", "|"),
+    "other forward": ("@phase2", ""),
+    "outside forward": ("@muted", "-"),
+}
+SEQUENCES = "sequences"
+
+
+def decode_steps(trial: TrialRecord) -> tuple[int, dict[str, float]]:
+    """How many of its steps decode and prefill nothing; the means of their `PARTS` in ms and of `SEQUENCES`.
+
+    No means where there is no such step, or attention was not told apart in each of them.
+    """
+    prefill, decode = (trial.steps[f"{kind}_tokens"].to_numpy(float, na_value=np.nan) for kind in ("prefill", "decode"))
+    seen = trial.steps[(prefill == 0) & (decode > 0)]
+    attention = seen["attention_s"].to_numpy(float)
+    if not len(seen) or np.isnan(attention).any():
+        return len(seen), {}
+    forward, whole = float(seen["forward_s"].mean()), float((seen["end_s"] - seen["start_s"]).mean())
+    seconds = (float(attention.mean()), forward - float(attention.mean()), whole - forward)
+    means = {part: 1e3 * value for part, value in zip(PARTS, seconds, strict=True)}
+    return len(seen), {**means, SEQUENCES: float(seen["decode_tokens"].mean())}
+
+
+def means_by_trial(arm: Arm) -> dict[str, dict[int, float]]:
+    """Name -> trial number -> mean of its decode steps."""
+    found = {int(trial.run["trial"]): decode_steps(trial)[1] for trial in arm.ok}
+    return {
+        name: {number: means[name] for number, means in found.items() if name in means} for name in (*PARTS, SEQUENCES)
+    }
+
+
+def chart(report: Report) -> Chart:
+    title = "A decode step: attention against the rest"
+    found = {arm.name: means_by_trial(arm) for arm in report.arms}
+    seen = [arm for arm in report.arms if found[arm.name][SEQUENCES]]
+    if not seen:
+        nothing = "No ok trial told attention from the rest of its forward passes."
+        return Chart("decode", title, "", Table((), ()), empty=nothing)
+    bars, rows = [], []
+    for arm in seen:
+        ours, below = found[arm.name], report.below(arm)
+        theirs = {} if below is None or below not in seen else found[below.name]
+        medians = {name: value for name in ours if (value := middle(ours[name].values())) is not None}
+        bars.append((label(arm.name, 28), medians))
+        cells = [
+            *(text_cell(arm.name), number_cell(sum(decode_steps(trial)[0] for trial in arm.ok), 0)),
+            *(number_cell(medians[SEQUENCES], 1), *(number_cell(medians[part], 2) for part in PARTS)),
+            *(text_cell(below.name if below is not None and theirs else None),),
+            *(_difference(ours[part], theirs.get(part, {})) for part in PARTS),
+        ]
+        rows.append(cells)
+    traces, layout, height = stacked_bars(PARTS, bars, "mean decode step", "ms")
+    note = (
+        "Steps that decode and prefill nothing. Attention: storing and reading K/V in all layers; outside forward: "
+        "scheduling, preparing, sampling, drafting. Medians over the ok trials, differences paired by trial; where two "
+        "arms' steps hold unlike numbers of sequences, they differ by that too."
+    )
+    parts = [f"{part} (ms)" for part in PARTS]
+    columns = ("arm", "decode steps (n)", "sequences a step", *parts, "difference to", *(f"\u0394 {p}" for p in parts))
+    return Chart("decode", title, note, Table(columns, rows), traces, layout, height)
+
+
+def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Cell:
+    value = middle(ours[trial] - theirs[trial] for trial in ours.keys() & theirs.keys())
+    return Cell(MISSING if value is None else f"{value:+,.2f}", value)
