@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from harness.drive import RealClock, drive
-from harness.limits import StepCost, step_cost
+from harness.limits import cost_of_step, resident_models
 from harness.linear_stages import linear_stage_times, row_counts
 from harness.memory import PeakMemory
 from harness.metrics import compute_metrics
@@ -26,7 +26,7 @@ from harness.warm_up import warm_up
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
-from impls.seams import StepResult, StepStats
+from impls.seams import StepResult
 from impls.user_cache import cache_dir
 from workloads import build_stream
 
@@ -113,12 +113,8 @@ def run_trial(
     peak_memory = memory.read()
     load_after = host_load()
 
-    kv_bytes = source.shape.kv_bytes_per_token(KV_DTYPES[kv_dtype_name(config)].itemsize)
-
-    def cost(stats: StepStats) -> StepCost:
-        return step_cost(source.shape, stats, resident_bytes=engine.weights_bytes, kv_bytes_per_token=kv_bytes)
-
-    requests, steps = recorder.requests(), recorder.steps(cost)
+    models = resident_models(engine, KV_DTYPES[kv_dtype_name(config)].itemsize)
+    requests, steps = recorder.requests(), recorder.steps(lambda stats: cost_of_step(models, stats))
     window, metrics, warnings = compute_metrics(
         requests,
         steps,
@@ -134,7 +130,7 @@ def run_trial(
             "weights_bytes": engine.weights_bytes,
             "peak_memory_bytes": peak_memory if isolated or device == "cuda" else None,
             "startup_s": warmed.startup_s if isolated else None,
-            "peaks": None if drafts_with_a_model(engine) else roof,
+            "peaks": roof,
             "speculation": engine.decoder.uses_proposer,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
@@ -170,11 +166,6 @@ def run_trial(
     engine.close()
     write_trial(out_dir, run, requests, steps, telemetry)
     return status
-
-
-def drafts_with_a_model(engine: Engine) -> bool:
-    """Its drafts cost FLOPs and bytes that `limits.step_cost` does not count, so that it has no MFU and no MBU."""
-    return engine.proposer is not None and engine.proposer.max_lookahead_tokens > 0
 
 
 def kernels(engine: Engine) -> dict[str, str]:
