@@ -48,13 +48,13 @@ class Law:
 
 
 def normal(rng: np.random.Generator) -> Array:
-    draws: Array = rng.standard_normal(SHAPE)
-    return draws
+    return rng.standard_normal(SHAPE)
 
 
 def wandering(rng: np.random.Generator) -> Array:
     """The machine's speed is a random walk: from one trial to the next it moves by as much as the noise."""
-    return normal(rng) + rng.standard_normal((STUDIES, 2 * MAX_TRIALS)).cumsum(axis=1).reshape(SHAPE)
+    steps = rng.standard_normal((STUDIES, 2 * MAX_TRIALS))
+    return normal(rng) + np.cumsum(steps, axis=1).reshape(SHAPE)
 
 
 def lasting(rng: np.random.Generator) -> Array:
