@@ -23,6 +23,7 @@ from typing import IO, Any
 from harness.child import measure
 from harness.errors import one_line
 
+ROOT = str(Path(__file__).resolve().parent.parent)
 POLL_S = 0.2
 GRACE_S = 30.0  # for an interrupted child to finish its record
 # Every trial is forked from one server that has imported torch and started no thread and no GPU context: a trial is a
@@ -44,9 +45,18 @@ class Ending:
 
 def import_ahead() -> None:
     """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once."""
-    if HAS_SERVER:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    if not HAS_SERVER:
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    own = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, own]))  # the server is to find us from any folder
+    try:
         forkserver.ensure_running()
+    finally:
+        if own is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = own
 
 
 def run_isolated(
