@@ -73,11 +73,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Positions whose K/V is missing, drafts included: what the next step would run for this sequence."""
-        return len(self.token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
-
-    @property
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.request.sampling.max_tokens
 

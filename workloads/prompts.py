@@ -128,21 +128,14 @@ class NaturalText(TextSource):
         return {**super().describe(), "corpus_sha256": self._corpus.fingerprint}
 
 
-class SharedPrefixes:
-    """Some requests begin with their group's prefix (at most all but one token); the rest of each is its own."""
+class OwnOpenings:
+    """A source with openings of its own; every other text is that of ``text``.
 
-    def __init__(self, text: TextSource, group_of: list[int], prefix: list[int], planned: list[int]) -> None:
-        self._text, self._group_of, self._prefix, self._planned = text, group_of, prefix, planned
-        self._prefix_of_group: dict[int, Tokens] = {}
+    planned: by request, the leading tokens that an earlier opening has too.
+    """
 
-    def opening(self, index: int, length: int) -> Tokens:
-        prefix = min(self._prefix[index], length - 1)
-        if prefix == 0:
-            return self._text.opening(index, length)
-        group = self._group_of[index]
-        if len(self._prefix_of_group.get(group, ())) < prefix:
-            self._prefix_of_group[group] = self._text.group_prefix(group, prefix)
-        return self._prefix_of_group[group][:prefix] + self._text.opening(index, length - prefix)
+    def __init__(self, text: PromptSource, planned: list[int]) -> None:
+        self._text, self._planned = text, planned
 
     def follow_up(self, index: int, length: int) -> Tokens:
         return self._text.follow_up(index, length)
@@ -155,6 +148,24 @@ class SharedPrefixes:
 
     def shared(self, index: int) -> int:
         return self._planned[index]
+
+
+class SharedPrefixes(OwnOpenings):
+    """Some requests begin with their group's prefix (at most all but one token); the rest of each is its own."""
+
+    def __init__(self, text: TextSource, group_of: list[int], prefix: list[int], planned: list[int]) -> None:
+        super().__init__(text, planned)
+        self._group_prefix, self._group_of, self._prefix = text.group_prefix, group_of, prefix
+        self._prefix_of_group: dict[int, Tokens] = {}
+
+    def opening(self, index: int, length: int) -> Tokens:
+        prefix = min(self._prefix[index], length - 1)
+        if prefix == 0:
+            return self._text.opening(index, length)
+        group = self._group_of[index]
+        if len(self._prefix_of_group.get(group, ())) < prefix:
+            self._prefix_of_group[group] = self._group_prefix(group, prefix)
+        return self._prefix_of_group[group][:prefix] + self._text.opening(index, length - prefix)
 
     def describe(self) -> dict[str, Any]:
         return {**self._text.describe(), "requests_with_prefix": sum(p > 0 for p in self._prefix)}

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.random import SeedSequence
 
 from workloads.errors import WorkloadError
-from workloads.prompts import PromptSource, Tokens
+from workloads.prompts import OwnOpenings, PromptSource, Tokens
 from workloads.tokenizer import Tokenizer
 from workloads.trace import HASH_BLOCK_TOKENS, TraceRow
 from workloads.vocabulary import Vocabulary
 
 
-class TracePrompts:
+class TracePrompts(OwnOpenings):
     """``text`` serves the rows of which only a length is known, and the warm-up."""
 
     def __init__(
@@ -27,8 +27,8 @@ class TracePrompts:
         given: dict[int, Tokens],
     ) -> None:
         """``given``: token ids by row index, for the rows that carry a prompt (see `given_prompts`)."""
-        self._rows, self._text, self._vocabulary, self._seed, self._given = rows, text, vocabulary, seed, given
-        self._planned = self._plan_sharing()
+        super().__init__(text, plan_sharing(rows, text, given))
+        self._rows, self._vocabulary, self._seed, self._given = rows, vocabulary, seed, given
 
     def opening(self, index: int, length: int) -> Tokens:
         row = self._rows[index]
@@ -38,18 +38,6 @@ class TracePrompts:
             return self._text.opening(index, length)
         blocks = -(-length // HASH_BLOCK_TOKENS)
         return tuple(token for block in row.hash_ids[:blocks] for token in self._block(block))[:length]
-
-    def follow_up(self, index: int, length: int) -> Tokens:
-        return self._text.follow_up(index, length)
-
-    def reply(self, index: int, length: int) -> Tokens:
-        return self._text.reply(index, length)
-
-    def warm_up(self, index: int, length: int) -> Tokens:
-        return self._text.warm_up(index, length)
-
-    def shared(self, index: int) -> int:
-        return self._planned[index]
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -65,23 +53,24 @@ class TracePrompts:
         body: list[int] = ordinary[rng.integers(ordinary.size, size=HASH_BLOCK_TOKENS - 1)].tolist()
         return [self._vocabulary.measured(block), *body]
 
-    def _plan_sharing(self) -> list[int]:
-        """Leading tokens that an earlier row has too: what a cache without limit could serve."""
-        planned = []
-        seen: set[int] = set()  # of prefixes, each as the hash of its units, chained
-        for index, row in enumerate(self._rows):
-            units: Seq[int] = self._given.get(index, row.hash_ids or ())
-            unit_tokens = 1 if index in self._given else HASH_BLOCK_TOKENS
-            if not units:
-                planned.append(self._text.shared(index))
-                continue
-            chain, matched = unit_tokens, 0
-            for unit in units:
-                chain = hash((chain, unit))  # of integers: not salted by PYTHONHASHSEED
-                matched += chain in seen
-                seen.add(chain)
-            planned.append(matched * unit_tokens)
-        return planned
+
+def plan_sharing(rows: Seq[TraceRow], text: PromptSource, given: dict[int, Tokens]) -> list[int]:
+    """Leading tokens that an earlier row has too, by row: what a cache without limit could serve."""
+    planned = []
+    seen: set[int] = set()  # of prefixes, each as the hash of its units, chained
+    for index, row in enumerate(rows):
+        units: Seq[int] = given.get(index, row.hash_ids or ())
+        unit_tokens = 1 if index in given else HASH_BLOCK_TOKENS
+        if not units:
+            planned.append(text.shared(index))
+            continue
+        chain, matched = unit_tokens, 0
+        for unit in units:
+            chain = hash((chain, unit))  # of integers: not salted by PYTHONHASHSEED
+            matched += chain in seen
+            seen.add(chain)
+        planned.append(matched * unit_tokens)
+    return planned
 
 
 def given_prompts(rows: Seq[TraceRow], tokenizer: Tokenizer | None, vocab_size: int) -> dict[int, Tokens]:
