@@ -141,12 +141,6 @@ def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepC
     return StepCost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
 
 
-def step_cost(shape: ModelShape, stats: StepStats, *, resident_bytes: int, kv_bytes_per_token: int) -> StepCost:
-    """`cost_of_step` of a target alone whose tables are in two bytes."""
-    table = 2 * head_parameters(shape)
-    return cost_of_step({"target": ResidentModel(shape, resident_bytes, table, kv_bytes_per_token)}, stats)
-
-
 def memory_total_bytes(device: str) -> int:
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
