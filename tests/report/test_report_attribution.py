@@ -110,6 +110,13 @@ def test_attention_that_is_not_known_is_not_guessed(tmp_path: Path) -> None:
     assert (row["arm"], row["difference to"], row["\u0394 attention (ms)"]) == ("paged", MISSING, MISSING)
 
 
+def test_times_of_an_arm_whose_speed_is_emulated_are_compared_with_none(pair: Path) -> None:
+    path = pair / "paged" / "2" / "run.json"
+    path.write_text(path.read_text().replace('"emulated": []', '"emulated": ["by hand"]'))
+    two = texts(decode_step.chart(load(pair)).table)[1]
+    assert (two["attention (ms)"], two["difference to"], two["\u0394 attention (ms)"]) == ("7.00", MISSING, MISSING)
+
+
 def stages(rows: int, apply_s: float, *parts: float) -> dict[str, float | None]:
     given = dict(zip(("quantize_s", "matmul_s", "rescale_s"), parts or (None,) * 3, strict=True))
     return {"rows": rows, "apply_s": apply_s, **given}
@@ -137,7 +144,7 @@ def test_linear_layers_are_split_and_compared_at_equal_rows(tmp_path: Path) -> N
         ["fp8", "1", "50.00", "20.00", "20.00", "20.00", "bf16", MISSING],  # emulated
     ]
     assert chart.layout["yaxis"]["ticktext"] == [
-        *("bf16 \u00b7 1", "int8 \u00b7 1", "fp8 \u00b7 1", "bf16 \u00b7 4", "int8 \u00b7 16")
+        *("bf16 \u00b7 1 row", "int8 \u00b7 1 row", "fp8 \u00b7 1 row", "bf16 \u00b7 4 rows", "int8 \u00b7 16 rows")
     ]
     assert drawn(chart) == {
         "quantise": [None, 1, 20, None, 10],

@@ -53,21 +53,23 @@ def chart(report: Report) -> Chart:
     bars, rows = [], []
     for arm in seen:
         ours, below = found[arm.name], report.below(arm)
-        theirs = {} if below is None or below not in seen else found[below.name]
+        if below not in seen or arm.emulated or (below is not None and below.emulated):
+            below = None
+        theirs = {} if below is None else found[below.name]
         medians = {name: value for name in ours if (value := middle(ours[name].values())) is not None}
         bars.append((label(arm.name, 28), medians))
         cells = [
             *(text_cell(arm.name), number_cell(sum(decode_steps(trial)[0] for trial in arm.ok), 0)),
             *(number_cell(medians[SEQUENCES], 1), *(number_cell(medians[part], 2) for part in PARTS)),
-            *(text_cell(below.name if below is not None and theirs else None),),
+            *(text_cell(None if below is None else below.name),),
             *(_difference(ours[part], theirs.get(part, {})) for part in PARTS),
         ]
         rows.append(cells)
     traces, layout, height = stacked_bars(PARTS, bars, "mean decode step", "ms")
     note = (
         "Steps that decode and prefill nothing. Attention: storing and reading K/V in all layers; outside forward: "
-        "scheduling, preparing, sampling, drafting. Medians over the ok trials, differences paired by trial; where two "
-        "arms' steps hold unlike numbers of sequences, they differ by that too."
+        "scheduling, preparing, sampling, drafting. Medians over the ok trials, differences paired by trial, none to "
+        "or from an arm whose speed is emulated; steps with unlike numbers of sequences differ by that too."
     )
     parts = [f"{part} (ms)" for part in PARTS]
     columns = ("arm", "decode steps (n)", "sequences a step", *parts, "difference to", *(f"\u0394 {p}" for p in parts))
@@ -76,4 +78,4 @@ def chart(report: Report) -> Chart:
 
 def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Cell:
     value = middle(ours[trial] - theirs[trial] for trial in ours.keys() & theirs.keys())
-    return Cell(MISSING if value is None else f"{value:+,.2f}", value)
+    return Cell(MISSING if value is None else f"{round(value, 2) + 0.0:+,.2f}", value)  # no "-0.00"

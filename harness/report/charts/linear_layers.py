@@ -47,11 +47,11 @@ def chart(report: Report) -> Chart:
             seconds = {part: middle(stage_by_trial(arm, rows, name).values()) for name, part in names.items()}
             known = {part: 1e3 * value for part, value in seconds.items() if value is not None}
             if known:
-                bars.append((f"{label(arm.name, 24)} \u00b7 {rows}", known))
+                bars.append((f"{label(arm.name, 24)} \u00b7 {rows} row{'' if rows == 1 else 's'}", known))
     traces, layout, height = stacked_bars(LOOKS, bars, "one pass through all linear layers", "ms")
     note = (
-        "Timed after each trial's window, at the rows (tokens of a step) beside the arm's name: all linear layers but "
-        "the head, random activations. The stages are timed one after the other; a kernel that fuses them takes less "
+        "Timed after each trial's window with random activations: all linear layers but the head, at as many rows (tokens "
+        "of a step) as stand beside the arm's name. The stages are timed one after the other; a kernel that fuses them takes less "
         "than their sum, as the table's whole layers show. Medians over the ok trials, ratios paired by trial; none "
         "where an arm's arithmetic is emulated."
     )
