@@ -142,9 +142,17 @@ def find_baseline(wanted: str | None, arms: Sequence[PlannedArm], specs: Sequenc
 
 
 def block_order(arms: Sequence[PlannedArm], seed: int, trials: int) -> list[list[str]]:
-    """The arms of each block in shuffled order, so that drift of the machine meets no arm more than another."""
-    order = []
+    """The arms of each block in shuffled order, so that drift of the machine meets no arm more than another.
+
+    Every second block mirrors the one before it: a steady drift then never favours the same arm twice running, which
+    three equal pairs would make look like a difference (docs/statistics.md). More trials leave earlier blocks alone.
+    """
+    order: list[list[str]] = []
+    limits = {arm.name: arm.trials for arm in arms}
     for block in range(trials):
+        if block % 2:
+            order.append([name for name in reversed(order[-1]) if limits[name] > block])
+            continue
         names = [arm.name for arm in arms if arm.trials > block]
         generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(block, 1)))
         order.append([names[i] for i in generator.permutation(len(names))])

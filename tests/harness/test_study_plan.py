@@ -152,6 +152,14 @@ def test_the_order_is_shuffled_evenly() -> None:
     assert order != block_order(arms, seed=6, trials=300)
 
 
+def test_every_second_block_mirrors_the_one_before_it() -> None:
+    arms = [planned("a", trials=6), planned("b", trials=3), planned("c", trials=6), planned("d", trials=2)]
+    order = block_order(arms, seed=3, trials=6)
+    assert order[1] == order[0][::-1] and sorted(order[1]) == list("abcd")
+    assert order[3] == [name for name in order[2][::-1] if name != "b"] and sorted(order[3]) == list("ac")
+    assert block_order(arms, seed=3, trials=5) == order[:5]
+
+
 def test_trial_seeds_differ_between_trials_and_studies() -> None:
     seeds = {trial_seed(seed, trial) for seed in range(20) for trial in range(20)}
     assert len(seeds) == 400
