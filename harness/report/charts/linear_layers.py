@@ -50,10 +50,10 @@ def chart(report: Report) -> Chart:
                 bars.append((f"{label(arm.name, 24)} \u00b7 {rows} row{'' if rows == 1 else 's'}", known))
     traces, layout, height = stacked_bars(LOOKS, bars, "one pass through all linear layers", "ms")
     note = (
-        "Timed after each trial's window with random activations: all linear layers but the head, at as many rows (tokens "
-        "of a step) as stand beside the arm's name. The stages are timed one after the other; a kernel that fuses them takes less "
-        "than their sum, as the table's whole layers show. Medians over the ok trials, ratios paired by trial; none "
-        "where an arm's arithmetic is emulated."
+        "Timed after each trial's window: all linear layers but the head, random activations, at as many rows (tokens "
+        "of a step) as stand beside the arm's name. The stages are timed one after the other; a kernel that fuses them "
+        "takes less than their sum, as the table's whole layers show. Medians over the ok trials, ratios paired by "
+        "trial; none where an arm's arithmetic is emulated."
     )
     return Chart("linear", title, note, _table(report, counts), traces, layout, height)
 
