@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from harness.errors import BadInput, not_allowed, one_line, unknown_key
 
+# As `impls.build.ALLOWED_PREFIXES`, whose import would load torch before a mistake in the command is told.
 ALLOWED_TARGETS = ("impls.", "workloads.", "harness.")
 # Every number is finite and at least 0. These names are narrower, wherever they occur.
 AT_LEAST_ONE = {

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from harness.__main__ import main
-from harness.check import check_targets, check_values
+from harness.check import ALLOWED_TARGETS, check_targets, check_values
 from harness.errors import BadInput
 from harness.study import compose_study
+from impls.build import ALLOWED_PREFIXES
 
 ROOT = Path(__file__).parents[2]
 NONE = "study=none"
@@ -156,6 +157,7 @@ def test_values_are_held_against_what_the_class_declares(values: dict[str, Any],
 
 
 def test_a_target_outside_the_project_is_refused_however_deep() -> None:
+    assert ALLOWED_TARGETS == ALLOWED_PREFIXES
     check_targets({"a": {"_target_": "impls.x.Y", "b": {"_target_": "workloads.z.W"}}})
     with pytest.raises(BadInput, match=r"a\.b\._target_=os\.system: must start with one of"):
         check_targets({"a": {"_target_": "impls.x.Y", "b": {"_target_": "os.system"}}})

@@ -204,6 +204,16 @@ def test_unknown_window_rule_is_refused() -> None:
         measured(requests_of(), "steady")
 
 
+def test_what_nobody_could_measure_is_null() -> None:
+    """An inline trial gives its start-up and peak memory as null; what a caller leaves out is null too."""
+    one = requests_of(row(0.0, [1.0, 2.0], [1, 1]))
+    extras = {"startup_s": None, "peak_memory_bytes": None, "weights_bytes": 7}
+    _, metrics, _ = measured(one, extras=extras)
+    assert {name: metrics[name] for name in extras} == extras
+    _, metrics, _ = measured(one)
+    assert [metrics[name] for name in extras] == [None, None, None]
+
+
 # --- validity ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.records import decode_numbers, read_json, write_json, write_trial
+from harness.report import build
 from harness.summary import TABLE_COLUMNS, incomparable, summarize, table_rows
 
 WORKLOAD = {"arrivals": {"name": "burst"}, "num_requests": 48}
@@ -198,3 +201,25 @@ def test_the_table(run_dir: Path) -> None:
     assert rows["paged"]["TTFT p50/p99 s"] == "1.00 / inf" and rows["paged"]["slots"] == "-"
     assert rows["fp8"]["vs baseline"] == "not comparable"
     assert rows["llama"]["output tok/s"] == "not_run: needs 810 GB, has 141 GB"
+
+
+def test_what_an_inline_trial_cannot_know_of_itself_is_missing_everywhere(tmp_path: Path) -> None:
+    """`isolation=inline`: start-up and peak memory would be the parent's, so they are null: never 0, never a figure."""
+    known = {"startup_s": 5.0, "peak_memory_bytes": 512e6}
+    unknown: dict[str, Any] = dict.fromkeys(known)
+    write_json(tmp_path / "study.json", {"arms": {"child": {}, "inline": {}}})
+    for trial in range(3):
+        record(tmp_path, "child", trial, 10.0, metrics={"output_tokens_per_s": 10.0, **known})
+        record(tmp_path, "inline", trial, 10.0, metrics={"output_tokens_per_s": 20.0, **unknown})
+    summary = summarize(tmp_path)
+    inline = summary["arms"]["inline"]
+    assert {name: inline["metrics"][name] for name in known} == unknown
+    missing = {**dict.fromkeys(("median", "low", "high")), "n": 0, "verdict": "not comparable"}
+    assert [inline["ratios"][name] for name in known] == [missing, missing]
+    assert inline["ratios"]["output_tokens_per_s"]["median"] == pytest.approx(2.0)
+    assert [row["peak memory"] for row in table_rows(summary)] == ["512 MB", "-"]
+    page = html.unescape(build(tmp_path).read_text("utf-8"))
+    for name, value in known.items():
+        assert f'data-value="{value}" data-source="["child", "metrics", "{name}"]"' in page
+        assert not re.search(rf'data-value="[^"]*" data-source="\["inline", "metrics", "{name}"', page)
+    assert '<td class="num" data-source="["inline", "metrics", "peak_memory_bytes"]">\N{EN DASH}</td>' in page
