@@ -16,7 +16,7 @@ import pandas as pd
 from harness.limits import StepCost
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, frame
 from impls.request import Request
-from impls.seams import Emission, StepResult, StepStats
+from impls.seams import DraftForward, Emission, StepResult, StepStats
 
 IntArray = npt.NDArray[np.int64]
 
@@ -81,6 +81,7 @@ class Recorder:
         self._num_lens: list[int] = []
         self._query_lens: list[int] = []
         self._kv_lens: list[int] = []
+        self._draft_forwards: list[list[DraftForward]] = []
         self._num_holds: list[int] = []
         self._hold_ids: list[str] = []
         self._hold_reserved: list[int] = []
@@ -127,6 +128,7 @@ class Recorder:
         self._num_lens.append(len(stats.query_lens))
         self._query_lens += stats.query_lens
         self._kv_lens += stats.kv_lens
+        self._draft_forwards.append(stats.draft_forwards)
         self._num_holds.append(len(stats.kv_reservations))
         if stats.kv_reservations:
             ids, reserved, used, finished = zip(*map(_hold_of, stats.kv_reservations), strict=True)
@@ -256,7 +258,9 @@ class Recorder:
 
     def _stats(self, step: int, span: slice) -> StepStats:
         scalars = dict(zip(_SCALARS, self._scalars[step], strict=True))
-        return StepStats(**scalars, query_lens=self._query_lens[span], kv_lens=self._kv_lens[span])
+        query_lens, kv_lens = self._query_lens[span], self._kv_lens[span]
+        drafting = self._draft_forwards[step]
+        return StepStats(**scalars, query_lens=query_lens, kv_lens=kv_lens, draft_forwards=drafting)
 
     def _kv_parts(self, columns: dict[str, Any]) -> dict[str, Any]:
         """Each reserved position is used, reserved-ahead or internal, now that every final length is known."""

@@ -20,10 +20,11 @@ from harness.limits import (
     utilisation,
     weights_bytes,
 )
+from harness.recorder import Recorder
 from impls.build import build_engine
 from impls.models.source import open_model
 from impls.request import Request, SamplingParams
-from impls.seams import DraftForward, ModelShape, StepStats
+from impls.seams import DraftForward, ModelShape, StepResult, StepStats
 
 SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
 ARM = {
@@ -87,6 +88,19 @@ def test_a_draft_model_costs_by_its_own_shape_and_bytes_in_every_forward():
     second = 2 * 1 * 40 + 2 * 1 * 20 + 4 * 5 * 2
     assert drafted.flops - plain.flops == first + second
     assert drafted.bytes - plain.bytes == 2 * (40 + 40) + (6 + 4) * 8 + (5 + 1) * 8
+
+
+def test_the_recorder_hands_on_each_steps_drafting():
+    drafting = StepStats(0.0, 1.0, **STATS, draft_forwards=[DraftForward("target", 1, [1, 1], [6, 3])])
+    plain = StepStats(1.0, 2.0, **STATS)
+    recorder = Recorder()
+    for stats in (plain, drafting, plain):
+        recorder.step(StepResult([], stats))
+    models = {"target": TARGET}
+    steps = recorder.steps(lambda stats: cost_of_step(models, stats))
+    costs = [cost_of_step(models, stats) for stats in (plain, drafting, plain)]
+    assert steps["flops"].tolist() == [cost.flops for cost in costs] and costs[1].flops > costs[0].flops
+    assert steps["bytes"].tolist() == [cost.bytes for cost in costs]
 
 
 @pytest.mark.parametrize(
