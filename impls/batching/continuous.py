@@ -35,11 +35,12 @@ class ContinuousBatching(QueueScheduler):
             del self._waiting[seq_id]
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
-        while self._waiting and self._free_rows:
-            seq_id, sequence = next(iter(self._waiting.items()))
-            num_tokens = sequence.num_tokens
-            if num_tokens > budget or not self._kv.allocate(seq_id, num_tokens):
+        waiting, allocate, scheduled = self._waiting, self._kv.allocate, step.num_scheduled_tokens
+        while waiting and self._free_rows:
+            sequence = next(iter(waiting.values()))
+            seq_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
+            if num_tokens > budget or not allocate(seq_id, num_tokens):
                 return
             self._seat(sequence)
-            step.num_scheduled_tokens[seq_id] = num_tokens
+            scheduled[seq_id] = num_tokens
             budget -= num_tokens

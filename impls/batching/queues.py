@@ -127,7 +127,7 @@ class QueueScheduler(Scheduler):
         preempted: list[str] = []
         drafting: list[Sequence] = []
         for sequence in list(self._running.values()):
-            seq_id = sequence.seq_id
+            seq_id = sequence.request.request_id
             if preempted and seq_id not in self._running:
                 break  # victims are the tail: nobody is left behind the first one met
             num_tokens = len(sequence.token_ids)
@@ -142,20 +142,24 @@ class QueueScheduler(Scheduler):
                     drafting.append(sequence)
         step.preempted = tuple(preempted)
         budget -= sum(scheduled.values())
-        for sequence in drafting:
-            budget -= self._grant_drafts(sequence, step, budget)
-        return budget
+        return self._grant_drafts(drafting, scheduled, budget) if drafting else budget
 
-    def _grant_drafts(self, sequence: Sequence, step: ScheduledStep, budget: int) -> int:
-        """As many drafts as the budget, the cache and max_model_len still allow."""
-        num_tokens = sequence.num_tokens
-        granted = max(0, min(len(sequence.draft_token_ids), budget, self._max_model_len - num_tokens))
-        while granted and not self._kv.allocate(sequence.seq_id, num_tokens + granted):
-            granted -= 1
-        if granted < len(sequence.draft_token_ids):
-            sequence.draft_token_ids = sequence.draft_token_ids[:granted]
-        step.num_scheduled_tokens[sequence.seq_id] += granted
-        return granted
+    def _grant_drafts(self, drafting: list[Sequence], scheduled: dict[str, int], budget: int) -> int:
+        """To each as many drafts as the budget, the cache and max_model_len still allow; the budget that is left."""
+        allocate, longest = self._kv.allocate, self._max_model_len
+        for sequence in drafting:
+            seq_id, drafts, num_tokens = sequence.request.request_id, sequence.draft_token_ids, len(sequence.token_ids)
+            room = min(budget, longest - num_tokens)
+            granted = len(drafts)
+            if granted > room:
+                granted = max(0, room)
+            while granted and not allocate(seq_id, num_tokens + granted):
+                granted -= 1
+            if granted < len(drafts):
+                sequence.draft_token_ids = drafts[:granted]
+            scheduled[seq_id] += granted
+            budget -= granted
+        return budget
 
     def _preempt_youngest(self) -> str:
         """By recomputation: the last to arrive loses its blocks and goes back to the front of the queue."""

@@ -42,8 +42,8 @@ class BlockManager(KVCacheManager):
         if table is None:
             table = self._tables[seq_id] = []
             self._computed[seq_id] = 0
-        for _ in range(missing):
-            table.append(free.pop())
+        table += free[: -missing - 1 : -1]  # as many times pop, at C speed
+        del free[-missing:]
         return True
 
     def can_allocate(self, seq_id: str, num_tokens: int) -> bool:

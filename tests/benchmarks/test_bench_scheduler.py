@@ -1,0 +1,158 @@
+"""Scheduler and allocator: a decode step costs at most 50 us + 2 us a sequence.
+
+Timed in CPU time of the thread, with garbage collection off as in a measured window.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from conftest import best_seconds
+
+from impls.batching.continuous import ContinuousBatching
+from impls.batching.queues import QueueScheduler
+from impls.batching.static import StaticBatching
+from impls.kv_cache.contiguous import ContiguousCache
+from impls.kv_cache.paged import PagedCache
+from impls.request import Request, SamplingParams, Sequence
+from impls.seams import KVCacheManager, ScheduledStep
+
+pytestmark = pytest.mark.benchmark(timer=time.thread_time, disable_gc=True)
+
+SEQUENCES = [1, 256, 4096]
+PROMPT, BLOCK, MAX_MODEL_LEN = 30, 16, 512
+STEPS = 64  # in which every table grows by four blocks
+
+
+def target_s(sequences: int) -> float:
+    return 50e-6 + 2e-6 * sequences
+
+
+def paged(num_tokens: int) -> PagedCache:
+    return PagedCache(budget_bytes=num_tokens, bytes_per_token=1, max_model_len=MAX_MODEL_LEN, block_size=BLOCK)
+
+
+def waiting(scheduler: QueueScheduler, count: int, max_tokens: int = 200) -> dict[str, Sequence]:
+    sequences = {}
+    for i in range(count):
+        sequence = Sequence(Request(f"request-{i}", tuple(range(PROMPT)), SamplingParams(max_tokens=max_tokens)))
+        sequences[sequence.seq_id] = sequence
+        scheduler.add(sequence, 0.0)
+    return sequences
+
+
+def advance(step: ScheduledStep, sequences: dict[str, Sequence], drafts: int = 0) -> None:
+    """The engine's part, not timed: every sequence gains a token, its drafts being rejected."""
+    for seq_id in step.num_scheduled_tokens:
+        sequence = sequences[seq_id]
+        sequence.token_ids.append(7)
+        sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        sequence.draft_token_ids = [7] * drafts
+
+
+def schedule_and_commit(
+    scheduler: QueueScheduler, kv: KVCacheManager, sequences: dict[str, Sequence]
+) -> ScheduledStep:
+    """A step's scheduling and allocation, and the commit of what the step before it computed."""
+    step = scheduler.schedule(0.0)
+    commit = kv.commit
+    for seq_id in step.num_scheduled_tokens:
+        commit(seq_id, sequences[seq_id].num_computed_tokens)
+    return step
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("count", SEQUENCES)
+def test_decode_step(benchmark: Any, count: int, drafts: int) -> None:
+    kv = paged(count * 256)
+    scheduler = ContinuousBatching(
+        kv=kv, max_model_len=MAX_MODEL_LEN, max_num_seqs=count, max_num_batched_tokens=max(512, count * PROMPT)
+    )
+    sequences = waiting(scheduler, count)
+    steps = [scheduler.schedule(0.0)]
+
+    def between() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        advance(steps[-1], sequences, drafts)
+        return (scheduler, kv, sequences), {}
+
+    def timed(*parts: Any) -> None:
+        steps.append(schedule_and_commit(*parts))
+
+    benchmark.pedantic(timed, setup=between, rounds=STEPS)
+    done = len(steps) - 1
+    assert all(step.total_tokens == count * (1 + drafts) and not step.preempted for step in steps[1:])
+    blocks = -(-(PROMPT + done + drafts) // BLOCK)
+    assert kv.num_blocks - kv.num_free_blocks == count * blocks
+    benchmark.extra_info.update(steps=done, tokens=sum(s.total_tokens for s in steps[1:]), blocks=count * blocks)
+    best = best_seconds(benchmark)
+    assert drafts or best is None or best < target_s(count)
+
+
+@pytest.mark.parametrize("count", SEQUENCES)
+def test_admission_and_end(benchmark: Any, count: int) -> None:
+    """All join in one step and leave after it. No target: it happens to a sequence once, not in every step."""
+    kv = paged(count * 64)
+    scheduler = ContinuousBatching(
+        kv=kv, max_model_len=MAX_MODEL_LEN, max_num_seqs=count, max_num_batched_tokens=max(512, count * PROMPT)
+    )
+
+    def arrive() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (waiting(scheduler, count, max_tokens=1),), {}
+
+    def timed(sequences: dict[str, Sequence]) -> None:
+        step = scheduler.schedule(0.0)
+        assert step.total_tokens == count * PROMPT
+        for seq_id, sequence in sequences.items():
+            kv.commit(seq_id, PROMPT)
+            scheduler.finish(sequence)
+
+    benchmark.pedantic(timed, setup=arrive, rounds=24)
+    assert kv.num_free_blocks == kv.num_blocks and not scheduler.running
+    benchmark.extra_info.update(tokens=count * PROMPT, blocks=count * 2)
+
+
+@pytest.mark.parametrize("count", SEQUENCES)
+def test_static_step(benchmark: Any, count: int) -> None:
+    kv = ContiguousCache(budget_bytes=count * MAX_MODEL_LEN, bytes_per_token=1, max_model_len=MAX_MODEL_LEN)
+    scheduler = StaticBatching(
+        kv=kv, max_model_len=MAX_MODEL_LEN, max_num_seqs=count, max_num_batched_tokens=max(512, count * PROMPT)
+    )
+    sequences = waiting(scheduler, count)
+    steps = [scheduler.schedule(1.0)]
+
+    def between() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        advance(steps[-1], sequences)
+        return (scheduler, kv, sequences), {}
+
+    def timed(*parts: Any) -> None:
+        steps.append(schedule_and_commit(*parts))
+
+    benchmark.pedantic(timed, setup=between, rounds=STEPS)
+    assert all(step.total_tokens == count for step in steps[1:])
+    assert kv.num_free_blocks == 0
+    benchmark.extra_info.update(steps=len(steps) - 1, blocks=count)
+    best = best_seconds(benchmark)
+    assert best is None or best < target_s(count)
+
+
+@pytest.mark.parametrize("count", SEQUENCES)
+def test_allocator(benchmark: Any, count: int) -> None:
+    """Every sequence grows to 4 blocks, token by token in strides of 8, and is freed: 9 calls a sequence."""
+    kv = paged(count * 64)
+    ids = [f"request-{i}" for i in range(count)]
+
+    def grow_and_free() -> int:
+        for length in range(8, 65, 8):
+            for seq_id in ids:
+                assert kv.allocate(seq_id, length)
+        held = kv.num_blocks - kv.num_free_blocks
+        for seq_id in ids:
+            kv.free(seq_id)
+        return held
+
+    held = benchmark.pedantic(grow_and_free, rounds=10, warmup_rounds=1)
+    assert held == count * 4 and kv.num_free_blocks == kv.num_blocks
+    kv.check_invariants()
+    benchmark.extra_info.update(blocks=held, calls=9 * count)
