@@ -14,6 +14,7 @@ FEW_REQUESTS = 30
 FEW_FOR_P99 = 100
 REPETITIVE_SHARE = 0.5
 CLIENT_LAG_S = 0.010
+GC_PAUSE_S = 0.001  # of one sample; automatic collection is off while a trial is measured
 # The bits of NVML's `nvmlDeviceGetCurrentClocksEventReasons` that slow a GPU down (nvml.h, nvmlClocksEventReason*).
 THROTTLE_REASONS = {
     0x004: "software power cap",
@@ -54,6 +55,7 @@ def warnings_of(
     lag = client_lag(requests, steps)
     if lag > CLIENT_LAG_S:
         found.append(f"client lag: p99 of submission after it could have been is {1000 * lag:.1f} ms")
+    found += gc_warnings(telemetry, window)
     found += gpu_warnings(telemetry, window)
     if speculation:
         found += _repetition(metrics["distinct_4gram_share"], ignore_eos)
@@ -94,15 +96,23 @@ def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
     return float(lags[-(-99 * len(lags) // 100) - 1]) if len(lags) else 0.0
 
 
+def gc_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:
+    """Garbage collection in the window: nothing else of the process runs in a pause."""
+    readings = _answered(telemetry, window)
+    pauses = readings.loc[(readings["source"] == "process") & (readings["name"] == "gc_pause_s"), "value"]
+    if not (pauses > GC_PAUSE_S).any():
+        return []
+    total, most = f"{1000 * pauses.sum():.1f} ms", f"at most {1000 * pauses.max():.1f} ms between two samples"
+    return [f"garbage collection: pauses of {total} in a window of {window['end_s'] - window['start_s']:.3g} s, {most}"]
+
+
 def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:
     """GPUs that ran slower than they can, or not for this trial alone, in a share of the window's samples.
 
     A GPU that gives no such reading is not warned of: nothing is known.
     """
-    if window["start_s"] is None or window["end_s"] is None:
-        return []
-    answered = telemetry["value"].notna() & telemetry["t_s"].between(window["start_s"], window["end_s"])
-    readings = telemetry[answered & telemetry["source"].str.startswith("gpu")]
+    readings = _answered(telemetry, window)
+    readings = readings[readings["source"].str.startswith("gpu")]
     found = []
     for gpu, samples in readings[readings["name"] == "throttle_reasons"].groupby("source"):
         bits = samples["value"].to_numpy(np.int64) & ~NO_THROTTLING
@@ -119,6 +129,13 @@ def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str
     return found
 
 
+def _answered(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> pd.DataFrame:
+    """The window's readings that are not null; none without a window."""
+    if window["start_s"] is None or window["end_s"] is None:
+        return telemetry.iloc[:0]
+    return telemetry[telemetry["value"].notna() & telemetry["t_s"].between(window["start_s"], window["end_s"])]
+
+
 def _percent(happened: npt.NDArray[np.bool_]) -> str:
     return f"{100 * np.mean(happened):.3g} %"
 
@@ -132,3 +149,12 @@ def _repetition(share: float | None, ignore_eos: bool) -> list[str]:
     if share is not None and share < REPETITIVE_SHARE:
         return [f"repetitive output: distinct 4-gram share {seen}, below {REPETITIVE_SHARE}; flatters speculation"]
     return []
+
+
+def unnatural_prompts(workload: Mapping[str, Any]) -> list[str]:
+    """For a speculation arm: ``workload`` is its resolved config. A replay's prompts are the trace's own affair."""
+    prompts = workload["prompts"]
+    random = "random" in (prompts.get("law", prompts["name"]), prompts.get("style"))
+    if not random or workload["arrivals"]["name"] == "replay":
+        return []
+    return ["unnatural prompts: random tokens; their acceptance rate says nothing about text"]

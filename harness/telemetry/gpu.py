@@ -1,62 +1,126 @@
-"""NVML readings of each GPU. A field that a device refuses is null, for that device and that field alone."""
+"""NVML readings of the GPUs that a trial runs on. What a device refuses is null: that field, of that device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from harness.telemetry.sampler import Reading
+from harness.telemetry.devices import Device, cuda_uuids, find_device
+from harness.telemetry.gpm import METRICS, UNKNOWN, Gpm
+from harness.telemetry.sampler import Reading, Source
 
 
-class GpuSource:
-    """All NVIDIA GPUs of the host through ``nvml`` (the `pynvml` module, or a fake of it in tests)."""
+class GpuSource(Source):
+    """The CUDA devices of ``uuids`` (by ordinal) through ``nvml``, the `pynvml` module or a fake of it in tests.
 
-    def __init__(self, nvml: Any) -> None:
+    ``gpuN`` is CUDA's device N. On a MIG instance, memory, processes and activity are the instance's; clocks, their
+    event reasons and the temperature are those of the GPU that it shares; power, energy, utilisation and PCIe traffic
+    belong to the GPU as a whole, and are null. Errors: NVMLError without a driver.
+    """
+
+    def __init__(self, nvml: Any, uuids: Mapping[int, str], environment: Mapping[str, str] = os.environ) -> None:
         self._nvml = nvml
+        # A driver too old for a function makes some of the binding's calls raise an error that is no NVMLError.
+        self._refusals = (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
+        self._not_available = {nvml.NVML_VALUE_NOT_AVAILABLE_uint.value, nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value}
         nvml.nvmlInit()
-        self._devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        self._devices: dict[int, Device] = {}
+        self._gpm: dict[int, Gpm] = {}
+        for ordinal, uuid in uuids.items():
+            try:
+                device = find_device(nvml, uuid, environment)
+                if device is None:
+                    continue
+                self._devices[ordinal] = device
+                if Gpm.supports(nvml, device):
+                    self._gpm[ordinal] = Gpm(nvml, device)
+            except nvml.NVMLError:
+                continue  # one GPU that refuses leaves the others
 
     def read(self) -> Sequence[Reading]:
         readings: list[Reading] = []
-        for index, device in enumerate(self._devices):
-            readings += [Reading(f"gpu{index}", *field) for field in self._fields(device)]
+        for ordinal, device in self._devices.items():
+            fields = (*self._fields(device), *self._activity(ordinal, device))
+            readings += [Reading(f"gpu{ordinal}", *field) for field in fields]
         return readings
 
     def close(self) -> None:
+        for gpm in self._gpm.values():
+            gpm.close()
         self._nvml.nvmlShutdown()
 
-    def _fields(self, device: Any) -> Sequence[tuple[str, float | None, str]]:
-        nvml, ask = self._nvml, self._ask
+    def _fields(self, device: Device) -> Sequence[tuple[str, float | None, str]]:
+        nvml, ask, one, gpu = self._nvml, self._ask, device.handle, device.gpu
+        whole = self._ask if device.gpu_instance is None else _nothing
         return (
-            ("utilization_percent", ask(lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu), "%"),
-            ("memory_busy_percent", ask(lambda: nvml.nvmlDeviceGetUtilizationRates(device).memory), "%"),
-            ("memory_used_bytes", ask(lambda: nvml.nvmlDeviceGetMemoryInfo(device).used), "B"),
-            ("power_w", ask(lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1e3), "W"),
-            ("energy_j", ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3), "J"),
-            ("sm_clock_hz", ask(lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM) * 1e6), "Hz"),
-            ("memory_clock_hz", ask(lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM) * 1e6), "Hz"),
-            ("temperature_c", ask(lambda: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU)), "C"),
-            ("throttle_reasons", ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(device)), "bits"),
-            ("other_processes", ask(lambda: self._others(device)), "1"),
+            ("utilization_percent", whole(lambda: nvml.nvmlDeviceGetUtilizationRates(one).gpu), "%"),
+            ("memory_busy_percent", whole(lambda: nvml.nvmlDeviceGetUtilizationRates(one).memory), "%"),
+            ("memory_used_bytes", ask(lambda: nvml.nvmlDeviceGetMemoryInfo(one).used), "B"),
+            ("power_w", whole(lambda: nvml.nvmlDeviceGetPowerUsage(one), 1e-3), "W"),
+            ("energy_j", whole(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(one), 1e-3), "J"),
+            ("sm_clock_hz", ask(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM), 1e6), "Hz"),
+            ("memory_clock_hz", ask(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM), 1e6), "Hz"),
+            ("temperature_c", ask(lambda: self._temperature(gpu)), "C"),
+            ("throttle_reasons", ask(lambda: self._throttle_reasons(gpu)), "bits"),
+            ("other_processes", ask(lambda: self._others(one)), "1"),
         )
 
-    def _others(self, device: Any) -> int:
-        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        return sum(process.pid != os.getpid() for process in processes)
+    def _activity(self, ordinal: int, device: Device) -> Sequence[tuple[str, float | None, str]]:
+        gpm = self._gpm.get(ordinal)
+        values = gpm.read() if gpm else UNKNOWN | self._pcie(device)
+        return [(metric.name, values[metric.name], metric.unit) for metric in METRICS if metric.name in values]
 
-    def _ask(self, field: Callable[[], float]) -> float | None:
+    def _pcie(self, device: Device) -> dict[str, float | None]:
+        """Where GPM does not answer. Each of the two questions keeps this thread waiting for 20 ms (NVML)."""
+        if device.gpu_instance is not None:
+            return {}
+        nvml, one = self._nvml, device.handle
+        sent, received = nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES
+        return {
+            "pcie_sent_bytes_per_s": self._ask(lambda: nvml.nvmlDeviceGetPcieThroughput(one, sent), 1e3),
+            "pcie_received_bytes_per_s": self._ask(lambda: nvml.nvmlDeviceGetPcieThroughput(one, received), 1e3),
+        }
+
+    def _temperature(self, gpu: Any) -> int:
+        nvml = self._nvml
         try:
-            return float(field())
-        except self._nvml.NVMLError:
-            return None  # the device, or this driver, does not support the field
+            return int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+        except nvml.NVMLError_FunctionNotFound:  # announced for CUDA 14's driver
+            return int(nvml.nvmlDeviceGetTemperatureV(gpu, nvml.NVML_TEMPERATURE_GPU))
+
+    def _throttle_reasons(self, gpu: Any) -> int:
+        nvml = self._nvml
+        try:
+            return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+        except nvml.NVMLError_FunctionNotFound:  # a driver before 535 has the same bits under their old name
+            return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+
+    def _others(self, device: Any) -> int | None:
+        """Processes computing on the device beside this one, as far as NVML shows them to this container."""
+        pids = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        if not pids:
+            return None  # this process computes there too: they are hidden, not absent
+        # In a container some drivers tell the host's pids; one of those is then this process.
+        return len(pids) - 1
+
+    def _ask(self, field: Callable[[], float | None], scale: float = 1.0) -> float | None:
+        try:
+            value = field()
+        except self._refusals:
+            return None  # the device, this driver or this user's rights do not give the field
+        return None if value is None or value in self._not_available else value * scale
+
+
+def _nothing(field: Callable[[], float | None], scale: float = 1.0) -> None:
+    """What a MIG instance has no reading of its own for."""
 
 
 def gpu_source() -> GpuSource | None:
-    """The host's GPUs, or None where there is no NVML library or it finds no driver."""
+    """The GPUs on which this process holds memory; None where there is no NVML library or it finds no driver."""
     import pynvml
 
     try:
-        return GpuSource(pynvml)
+        return GpuSource(pynvml, cuda_uuids())
     except pynvml.NVMLError:
         return None

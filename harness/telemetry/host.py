@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 
 import psutil
 
-from harness.telemetry.sampler import Reading
+from harness.telemetry.sampler import Reading, Source
 
 
-class ProcessSource:
-    """Resident memory and CPU use of this process. 100 % is one core."""
+class ProcessSource(Source):
+    """Resident memory, CPU use (100 % is one core) and garbage-collection pauses of this process.
+
+    ``gc_pause_s`` is the length of all pauses since the previous reading. Automatic collection is off while a trial is
+    measured; a library may still collect (capturing a CUDA graph does), and then no thread runs.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._process.cpu_percent()
+        self._paused_s = self._began_s = 0.0
+        self._told_s: float | None = None
+        gc.callbacks.append(self._on_collection)
 
     def read(self) -> Sequence[Reading]:
         with self._process.oneshot():
-            return (
+            readings = [
                 Reading("process", "resident_bytes", float(self._process.memory_info().rss), "B"),
                 Reading("process", "cpu_percent", self._process.cpu_percent(), "%"),
-            )
+            ]
+        paused = self._paused_s
+        if self._told_s is not None:  # what was collected before the first reading is no part of the trial
+            readings.append(Reading("process", "gc_pause_s", paused - self._told_s, "s"))
+        self._told_s = paused
+        return readings
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_s = time.perf_counter()
+        else:
+            self._paused_s += time.perf_counter() - self._began_s
 
 
-class HostSource:
+class HostSource(Source):
     """CPU use of the whole host (100 % is every core), its load average and its available memory."""
 
     def __init__(self) -> None:

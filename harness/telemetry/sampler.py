@@ -23,19 +23,33 @@ class Reading(NamedTuple):
 
 
 class Source(Protocol):
-    def read(self) -> Sequence[Reading]: ...
+    def read(self) -> Sequence[Reading]:
+        """What can be read now; a field that is not renewed at every round may be left out of some."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the source holds; most hold nothing."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the sampling itself took: CPU seconds of its thread, and how many rounds."""
+    """What the sampling itself took, over ``rounds``: CPU seconds of its thread, and seconds that a round lasted.
 
-    cpu_s: float
-    rounds: int
+    CPU seconds disturb (the interpreter's lock is held in them); the rest of a round waits for a driver.
+    """
+
+    cpu_s: float = 0.0
+    rounds: int = 0
+    mean_round_s: float = 0.0
+    max_round_s: float = 0.0
 
 
 class Sampler:
-    """Reads every source ``rate_hz`` times a second between `start` and `stop`; once at either end as well."""
+    """Reads every source ``rate_hz`` times a second between `start` and `stop`; once at either end as well.
+
+    Rounds keep to a grid of absolute times; those that a slow source runs over are left out. The sampler owns its
+    sources and closes them.
+    """
 
     def __init__(self, sources: Sequence[Source], clock: Clock, rate_hz: float = 10.0) -> None:
         if not rate_hz > 0:
@@ -44,27 +58,51 @@ class Sampler:
         self._rows: list[tuple[float, Reading]] = []
         self._halt = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self.cost = Cost(0.0, 0)
+        self._error: Exception | None = None
+        self.cost = Cost()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> pd.DataFrame:
-        """End sampling; columns t_s, source, name, value, unit. Fields that were never answered are left out."""
+        """End sampling; columns t_s, source, name, value, unit. A field that was never answered has one row, null.
+
+        Errors: whatever a source raised while it was read.
+        """
         self._halt.set()
         self._thread.join()
+        for source in self._sources:
+            source.close()
+        if self._error is not None:
+            raise self._error
         answered = {(r.source, r.name) for _, r in self._rows if r.value is not None}
-        rows = [(t, *r) for t, r in self._rows if (r.source, r.name) in answered]
-        return pd.DataFrame(rows, columns=["t_s", "source", "name", "value", "unit"])
+        told: set[tuple[str, str]] = set()
+        rows = []
+        for t, reading in self._rows:
+            field = (reading.source, reading.name)
+            if field in answered or field not in told:
+                told.add(field)
+                rows.append((t, *reading))
+        return pd.DataFrame(rows, columns=["t_s", "source", "name", "value", "unit"]).astype({"value": float})
 
     def _run(self) -> None:
-        begun, rounds = time.thread_time(), 0
+        try:
+            self._rounds()
+        except Exception as error:  # of a thread: told to who stops it
+            self._error = error
+
+    def _rounds(self) -> None:
+        cpu_begun, begun = time.thread_time(), time.monotonic()
+        rounds, spent, longest, due = 0, 0.0, 0.0, begun
         while True:
-            last = self._halt.wait(0 if rounds == 0 else self._period)
+            last = self._halt.wait(max(0.0, due - time.monotonic()))
+            entered = time.monotonic()
             now = self._clock.now()
             for source in self._sources:
                 self._rows += [(now, reading) for reading in source.read()]
-            rounds += 1
-            self.cost = Cost(time.thread_time() - begun, rounds)
+            rounds, took = rounds + 1, time.monotonic() - entered
+            spent, longest = spent + took, max(longest, took)
+            self.cost = Cost(time.thread_time() - cpu_begun, rounds, spent / rounds, longest)
             if last:
                 return
+            due += self._period * max(1, -(-(time.monotonic() - due) // self._period))

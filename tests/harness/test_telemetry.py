@@ -1,97 +1,129 @@
-"""Telemetry with a fake NVML library that answers, refuses and fails field by field."""
+"""The sampler, its cost, and what process and host tell."""
 
+import gc
+import threading
 import time
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 
 from harness.drive import RealClock
 from harness.telemetry import host
-from harness.telemetry.gpu import GpuSource
 from harness.telemetry.host import HostSource, ProcessSource
-from harness.telemetry.sampler import Reading, Sampler
-
-ANSWERS = {
-    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=93, memory=41),
-    "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=7_000_000_000),
-    "nvmlDeviceGetPowerUsage": 312_500,
-    "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
-    "nvmlDeviceGetClockInfo": 1980,
-    "nvmlDeviceGetTemperature": 61,
-    "nvmlDeviceGetCurrentClocksEventReasons": 4,
-    "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)],
-}
+from harness.telemetry.sampler import Reading, Sampler, Source
 
 
-class FakeNvml:
-    """Two GPUs; every function named in ``refused`` raises, as drivers do for what a device does not support."""
+class Fixed(Source):
+    """Gives the same readings each time, after ``work``."""
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    def __init__(self, *readings, work=lambda: None):
+        self.readings, self.work = readings, work
+        self.threads, self.closed = set(), 0
 
-    class NVMLError(Exception):
-        pass
+    def read(self):
+        self.threads.add(threading.get_ident())
+        self.work()
+        return self.readings
 
-    def __init__(self, refused=()):
-        self.refused = set(refused)
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
-    def __getattr__(self, name):
-        def call(*_):
-            if name in self.refused:
-                raise self.NVMLError(name)
-            return ANSWERS[name]
-
-        return call
+    def close(self):
+        self.closed += 1
 
 
-def values(nvml):
-    return {(r.source, r.name): r.value for r in GpuSource(nvml).read()}
-
-
-def test_gpu_fields_and_units():
-    read = values(FakeNvml())
-    assert read["gpu0", "utilization_percent"] == 93
-    assert read["gpu1", "power_w"] == 312.5
-    assert read["gpu0", "energy_j"] == 5000.0
-    assert read["gpu0", "sm_clock_hz"] == 1980e6
-    assert read["gpu0", "other_processes"] == 1
-    assert len(read) == 20
-
-
-@pytest.mark.parametrize("function", sorted(ANSWERS))
-def test_a_refused_field_is_null_and_the_others_stay(function):
-    full, partial = values(FakeNvml()), values(FakeNvml({function}))
-    missing = {key for key in full if partial[key] is None}
-    assert missing
-    assert all(partial[key] == full[key] for key in full if key not in missing)
-    assert all(value is None for value in values(FakeNvml(ANSWERS)).values())
-
-
-def test_sampler_drops_fields_that_never_answered_and_counts_its_cost():
-    class Source:
-        def read(self):
-            return [Reading("gpu0", "power_w", None, "W"), Reading("gpu0", "temperature_c", 61.0, "C")]
-
-    sampler = Sampler([Source(), ProcessSource(), HostSource()], RealClock(), rate_hz=50.0)
+def sampled(*sources, rate_hz, seconds):
+    sampler = Sampler(sources, RealClock(), rate_hz)
     sampler.start()
-    time.sleep(0.1)
-    frame = sampler.stop()
-    assert "power_w" not in set(frame.name)
-    assert set(frame.columns) == {"t_s", "source", "name", "value", "unit"}
-    rounds = frame[frame.name == "temperature_c"]
-    assert len(rounds) == sampler.cost.rounds >= 3
-    assert rounds.t_s.is_monotonic_increasing
+    time.sleep(seconds)
+    return sampler.stop(), sampler.cost
+
+
+def test_a_field_that_was_never_answered_has_one_null():
+    gpu = Fixed(Reading("gpu0", "power_w", None, "W"), Reading("gpu0", "temperature_c", 61.0, "C"))
+    frame, cost = sampled(gpu, ProcessSource(), HostSource(), rate_hz=50.0, seconds=0.1)
+    assert list(frame.columns) == ["t_s", "source", "name", "value", "unit"]
+    assert frame[frame.name == "power_w"].value.isna().tolist() == [True]
+    temperatures = frame[frame.name == "temperature_c"]
+    assert len(temperatures) == cost.rounds >= 3
+    assert temperatures.t_s.is_monotonic_increasing
     assert frame[frame.name == "resident_bytes"].value.min() > 1e6
-    assert 0 < sampler.cost.cpu_s < 0.1
+    assert gpu.closed == 1
+
+
+def test_a_field_that_failed_for_a_while_keeps_its_answers():
+    answers = iter([None, 5.0, None, 6.0])
+    source = Fixed()
+    source.read = lambda: [Reading("gpu0", "power_w", value, "W") for value in [next(answers, 7.0)]]
+    frame, _ = sampled(source, rate_hz=100.0, seconds=0.1)
+    assert frame.value.isna().tolist()[:5] == [True, False, True, False, False]
+    assert frame.value.dropna().tolist()[:3] == [5.0, 6.0, 7.0]
+
+
+def test_sampling_runs_off_the_measuring_thread_and_its_cost_is_told():
+    """Work counts as CPU time, a wait for a driver only as time that rounds last."""
+
+    def work():
+        end = time.thread_time() + 0.004
+        while time.thread_time() < end:
+            pass
+        time.sleep(0.01)
+
+    source = Fixed(work=work)
+    _, cost = sampled(source, rate_hz=20.0, seconds=0.3)
+    assert threading.get_ident() not in source.threads
+    assert 0.004 * cost.rounds <= cost.cpu_s < 0.009 * cost.rounds
+    assert 0.014 <= cost.mean_round_s <= cost.max_round_s
+
+
+def test_rounds_keep_to_the_grid_however_long_one_takes():
+    begun = time.monotonic()
+    _, cost = sampled(Fixed(work=lambda: time.sleep(0.06)), rate_hz=10.0, seconds=0.9)
+    periods = (time.monotonic() - begun) / 0.1
+    assert 0.75 * periods <= cost.rounds <= periods + 2  # 0.63, were the period added to each round
+
+
+def test_rounds_that_a_slow_one_ran_over_are_left_out():
+    pauses = iter([0.3])
+    source = Fixed(work=lambda: time.sleep(next(pauses, 0.0)))
+    begun = time.monotonic()
+    _, cost = sampled(source, rate_hz=20.0, seconds=0.4)
+    assert 3 <= cost.rounds <= (time.monotonic() - begun - 0.3) / 0.05 + 3  # 8 or more, were they caught up
+
+
+def test_an_error_of_a_source_is_told_when_sampling_ends_and_sources_are_closed():
+    def fail():
+        raise OSError("no such sensor")
+
+    other = Fixed()
+    sampler = Sampler([Fixed(work=fail), other], RealClock(), 50.0)
+    sampler.start()
+    time.sleep(0.02)
+    with pytest.raises(OSError, match="no such sensor"):
+        sampler.stop()
+    assert other.closed == 1
+
+
+def test_collections_are_timed_from_the_first_reading_on():
+    def pauses(source):
+        return [r.value for r in source.read() if r.name == "gc_pause_s"]
+
+    callbacks = list(gc.callbacks)
+    source = ProcessSource()
+    cycles = [[] for _ in range(100_000)]
+    gc.collect()
+    assert pauses(source) == []
+    gc.disable()
+    try:
+        assert pauses(source) == [0.0]
+        begun = time.perf_counter()
+        gc.collect()
+        took = time.perf_counter() - begun
+        (paused,) = pauses(source)
+        assert 0.3 * took < paused <= took
+        assert pauses(source) == [0.0]
+    finally:
+        gc.enable()
+        source.close()
+    assert gc.callbacks == callbacks
+    assert len(cycles) == 100_000
 
 
 def test_host_load_of_an_idle_and_of_a_busy_host(monkeypatch):

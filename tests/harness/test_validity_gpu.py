@@ -1,4 +1,4 @@
-"""Warnings of GPU throttling and sharing, from hand-made telemetry."""
+"""Warnings of GPU throttling and sharing and of garbage collection, from hand-made telemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from harness.metrics import compute_metrics
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, empty_frame, frame
-from harness.validity import gpu_warnings
+from harness.validity import gc_warnings, gpu_warnings
 
 WINDOW = {"start_s": 1.0, "end_s": 2.0, "rule": "timed"}
 IDLE, CLOCKS_SET, POWER_CAP, SLOWDOWN, THERMAL = 0x1, 0x2, 0x4, 0x8, 0x40
@@ -77,8 +77,23 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(readings: dict[str, list[floa
     assert gpu_warnings(telemetry(**readings), WINDOW) == []
 
 
-def test_a_trials_warnings_hold_those_of_its_gpus() -> None:
+def test_garbage_collection_is_told_with_its_size() -> None:
+    readings = telemetry(process_gc_pause_s=[0.0, 0.012, 0.0005, 0.02, 0.0])
+    assert gc_warnings(readings, WINDOW) == [
+        "garbage collection: pauses of 32.5 ms in a window of 1 s, at most 20.0 ms between two samples"
+    ]
+    assert gc_warnings(readings, {**WINDOW, "start_s": 1.8}) == []
+    assert gc_warnings(readings, {**WINDOW, "start_s": None}) == []
+
+
+@pytest.mark.parametrize("readings", [{}, {"process_gc_pause_s": [0.0, 0.0005, None]}, {"host_gc_pause_s": [1.0]}])
+def test_no_pause_worth_the_name_is_no_warning(readings: dict[str, list[float | None]]) -> None:
+    assert gc_warnings(telemetry(**readings), WINDOW) == []
+
+
+def test_a_trials_warnings_hold_those_of_its_gpus_and_of_garbage_collection() -> None:
     tables = empty_frame(REQUEST_SCHEMA), empty_frame(STEP_SCHEMA)
-    readings = telemetry(gpu0_throttle_reasons=[THERMAL])
+    readings = telemetry(gpu0_throttle_reasons=[THERMAL], process_gc_pause_s=[0.004])
     _, _, warnings = compute_metrics(*tables, readings, window_rule="timed", warmup_s=1.0, last_arrival_s=2.0)
     assert "GPU clock throttling: gpu0 in 100 % of 1 samples (hardware thermal slowdown 100 %)" in warnings
+    assert any(warning.startswith("garbage collection: pauses of 4.0 ms") for warning in warnings)

@@ -21,9 +21,13 @@ SERIES = (
     (r"host", "cpu_percent", "CPU of the host (100 % is every core)", "%", 1.0),
     (r"process", "resident_bytes", "resident memory of the process", "GB", 1e-9),
     (r"gpu\d+", "utilization_percent", "GPU busy", "%", 1.0),
+    (r"gpu\d+", "sm_active_percent", "SMs active", "%", 1.0),
+    (r"gpu\d+", "tensor_active_percent", "tensor cores active", "%", 1.0),
+    (r"gpu\d+", "dram_active_percent", "DRAM bandwidth in use", "%", 1.0),
     (r"gpu\d+", "memory_used_bytes", "GPU memory", "GB", 1e-9),
     (r"gpu\d+", "power_w", "GPU power", "W", 1.0),
     (r"gpu\d+", "sm_clock_hz", "SM clock", "GHz", 1e-9),
+    (r"gpu\d+", "temperature_c", "GPU temperature", "°C", 1.0),
 )
 POINTS_A_LINE = 200
 PANEL_PX = 150
