@@ -84,8 +84,7 @@ def device_lock(device: str, reporter: Reporter) -> Iterator[None]:
 
 def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -> None:
     """Make sure that the trial has a record: the child's own, or one that says why there is none."""
-    status = recorded_status(run_dir, job["arm"], job["trial"])
-    if status in ("ok", "aborted"):
+    if recorded_status(run_dir, job["arm"], job["trial"]) is not None:
         return
     why = ending.error or "ended without a record"
     if ending.interrupted:

@@ -57,7 +57,8 @@ def run_trial(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Measure one trial and write its record to ``out_dir``; returns its status, ok or aborted. Errors propagate.
+    """Measure one trial and write its record to ``out_dir``; returns its status: ok, aborted or, by `judge`,
+    failed. Errors propagate.
 
     ``isolated``: this process runs nothing else, so that its start-up time and peak memory are the trial's.
     """
@@ -135,14 +136,14 @@ def run_trial(
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
     )
-    status = "ok" if completed else "aborted"
+    status, reasons = ("aborted", ["stopped by the user"]) if not completed else judge(metrics)
     run = {
         "schema_version": SCHEMA_VERSION,
         "study": study,
         "arm": arm,
         "trial": trial,
         "status": status,
-        "reasons": [] if completed else ["stopped by the user"],
+        "reasons": reasons,
         "config": dict(config),
         "axes": {
             group: chosen["name"]
@@ -157,7 +158,9 @@ def run_trial(
         "window": window,
         "metrics": metrics,
         "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},
-        "validity": warnings + _busy_host(load_before),
+        "validity": warnings
+        + (unnatural_prompts(config["workload"]) if engine.decoder.uses_proposer else [])
+        + _busy_host(load_before),
         "clock": "real",
         "emulated": emulated(engine),
         "verify_cost": warmed.verify_cost,
@@ -166,6 +169,18 @@ def run_trial(
     engine.close()
     write_trial(out_dir, run, requests, steps, telemetry)
     return status
+
+
+def judge(metrics: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """(status, reasons) of a trial that ran to its end: failed unless more requests finished than failed.
+
+    Its figures are those of the survivors then, and a study that goes on without a word would end with exit status 0.
+    """
+    asked, finished, failed = (metrics[f"n_{what}"] for what in ("requests", "finished", "failed"))
+    if not asked or finished > failed:
+        return "ok", []
+    rejected = metrics["n_rejected"]
+    return "failed", [f"of {asked} requests {finished} finished, {failed} failed, {rejected} were rejected"]
 
 
 def kernels(engine: Engine) -> dict[str, str]:
@@ -184,3 +199,12 @@ def _busy_host(load: Mapping[str, float]) -> list[str]:
     if load["cpu_percent"] <= BUSY_HOST_PERCENT:
         return []
     return [f"busy host: {load['cpu_percent']:.0f} % of its CPUs were in use before this trial started"]
+
+
+def unnatural_prompts(workload: Mapping[str, Any]) -> list[str]:
+    """For a speculation arm: ``workload`` is its resolved config. A replay's prompts are the trace's own affair."""
+    prompts = workload["prompts"]
+    random = "random" in (prompts.get("law", prompts["name"]), prompts.get("style"))
+    if not random or workload["arrivals"]["name"] == "replay":
+        return []
+    return ["unnatural prompts: random tokens; their acceptance rate says nothing about text"]
