@@ -149,12 +149,3 @@ def _repetition(share: float | None, ignore_eos: bool) -> list[str]:
     if share is not None and share < REPETITIVE_SHARE:
         return [f"repetitive output: distinct 4-gram share {seen}, below {REPETITIVE_SHARE}; flatters speculation"]
     return []
-
-
-def unnatural_prompts(workload: Mapping[str, Any]) -> list[str]:
-    """For a speculation arm: ``workload`` is its resolved config. A replay's prompts are the trace's own affair."""
-    prompts = workload["prompts"]
-    random = "random" in (prompts.get("law", prompts["name"]), prompts.get("style"))
-    if not random or workload["arrivals"]["name"] == "replay":
-        return []
-    return ["unnatural prompts: random tokens; their acceptance rate says nothing about text"]
