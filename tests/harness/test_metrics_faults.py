@@ -56,7 +56,7 @@ def measured(
     return compute_metrics(requests, NO_STEPS, NO_TELEMETRY, window_rule=rule, **more)
 
 
-def test_f4_a_chunk_is_not_a_token() -> None:
+def test_f4_and_23_a_chunk_is_not_a_token() -> None:
     # 4 tokens every 40 ms, 40 tokens: ITL 10 ms, TPOT 10 ms, and the raw gap is kept apart
     requests = requests_of(row(0.0, [0.5 + 0.04 * i for i in range(10)], [4] * 10))
     _, metrics, _ = measured(requests)
@@ -88,14 +88,14 @@ def test_f6_numerator_and_denominator_share_one_window() -> None:
     assert metrics["n_failed"] / metrics["n_requests"] == 29 / 48  # i = 16..63 with i % 5 in 0, 1, 2
 
 
-def test_9_and_10_latency_starts_at_the_intended_arrival() -> None:
+def test_9_10_and_14_latency_starts_at_the_intended_arrival_and_lag_is_told() -> None:
     late = requests_of(row(0.0, [2.0], [1], submitted_s=1.5))
     _, metrics, warnings = measured(late)
     assert metrics["ttft_s"]["p50"] == 2.0 and metrics["queueing_s"]["p50"] == 2.0
     assert any(w.startswith("client lag") and "1500.0 ms" in w for w in warnings)
 
 
-def test_10_waiting_for_the_running_step_is_not_client_lag() -> None:
+def test_10_and_14_waiting_for_the_running_step_is_not_client_lag() -> None:
     requests = requests_of(row(0.25, [2.0], [1], submitted_s=1.005))
     step = steps_of({"step": 0, "start_s": 0.0, "end_s": 1.0})
     assert client_lag(requests, step) == pytest.approx(0.005)
@@ -103,7 +103,7 @@ def test_10_waiting_for_the_running_step_is_not_client_lag() -> None:
     assert client_lag(requests_of(), step) == 0.0
 
 
-def test_24_the_first_emission_gives_no_gap() -> None:
+def test_24_and_42_the_first_emission_gives_no_gap() -> None:
     itl, raw = emission_gaps(requests_of(row(0.0, [5.0, 5.25, 5.5], [1, 1, 1])))
     assert itl.tolist() == raw.tolist() == [0.25, 0.25]
 
@@ -125,7 +125,7 @@ def test_26_an_undefined_latency_meets_no_slo_by_being_zero() -> None:
 
 
 @pytest.mark.parametrize("reason", ["error", "truncated", "aborted"])
-def test_f2_and_36_failures_are_inf_so_losing_slow_requests_helps_nobody(reason: str) -> None:
+def test_f2_f3_29_and_36_failures_are_inf_so_losing_slow_requests_helps_nobody(reason: str) -> None:
     healthy = [row(0.0, [0.1 * (i + 1)], [1]) for i in range(100)]
     _, before, _ = measured(requests_of(*healthy))
     slowest_lost = [*healthy[:90], *(row(0.0, [0.01], [1], reason) for _ in range(10))]
@@ -179,6 +179,21 @@ def test_39_none_one_two_and_equal_values() -> None:
     for count in range(3):
         _, metrics, _ = measured(requests_of(*(row(0.0, [1.0], [1]) for _ in range(count))))
         assert metrics["n_requests"] == count and metrics["output_tokens_per_s"] is None  # a window without length
+
+
+def test_43_an_slo_bounds_the_metric_that_it_names() -> None:
+    """Prompt at once, steady, and long: good by TTFT and TPOT, however long the whole reply took; and the reverse."""
+    long = row(0.0, [1.0 + 0.5 * i for i in range(101)], [1] * 101)
+    late = row(0.0, [9.0, 9.25], [1, 1])
+    by_token = measured(requests_of(long, late), slo={"ttft_s": 1.0, "tpot_s": 0.5})[1]
+    by_sample = measured(requests_of(long, late), slo={"e2e_s": 10.0})[1]
+    assert by_token["slo_attainment"] == by_sample["slo_attainment"] == 0.5
+    assert by_token["goodput_per_s"] == 1 / 50 and by_token["cost_per_million_output_tokens"] is None
+    cost = [
+        measured(requests_of(long, late), slo=slo, price_per_hour=1.0)[1]["cost_per_million_output_tokens"]
+        for slo in ({"ttft_s": 1.0}, {"e2e_s": 10.0})
+    ]
+    assert cost == pytest.approx([1e6 / (101 * 3600 / 50), 1e6 / (2 * 3600 / 50)])  # of 101 good tokens, and of 2
 
 
 @given(st.lists(st.floats(0, 1e6) | st.just(inf), min_size=1, max_size=300), st.sampled_from([50, 90, 95, 99]))
@@ -245,7 +260,7 @@ def test_no_window_is_left_by_the_warm_up() -> None:
     assert metrics["output_tokens_per_s"] is None and starts(warnings, "no steady state: the warm-up leaves no window")
 
 
-def test_repetitive_output_is_flagged_in_a_speculation_arm_only() -> None:
+def test_44_repetitive_output_is_flagged_in_a_speculation_arm_only() -> None:
     loop = requests_of(row(0.0, [1.0, 2.0], [20, 20], output_token_ids=[1, 2] * 20))
     _, metrics, plain = measured(loop)
     assert metrics["distinct_4gram_share"] == 2 / 37 and not starts(plain, "repetitive")
