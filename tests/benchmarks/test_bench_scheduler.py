@@ -52,9 +52,7 @@ def advance(step: ScheduledStep, sequences: dict[str, Sequence], drafts: int = 0
         sequence.draft_token_ids = [7] * drafts
 
 
-def schedule_and_commit(
-    scheduler: QueueScheduler, kv: KVCacheManager, sequences: dict[str, Sequence]
-) -> ScheduledStep:
+def schedule_and_commit(scheduler: QueueScheduler, kv: KVCacheManager, sequences: dict[str, Sequence]) -> ScheduledStep:
     """A step's scheduling and allocation, and the commit of what the step before it computed."""
     step = scheduler.schedule(0.0)
     commit = kv.commit
