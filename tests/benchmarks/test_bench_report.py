@@ -24,20 +24,20 @@ def plans(arms: int) -> list[ArmPlan]:
 
 
 def write_many(run_dir: Path, arms: int, trials: int) -> None:
-    """Each kind of arm is simulated once a trial number; its other arms share the tables and differ in run.json."""
+    """Five trials of each kind of arm are simulated; the other runs share their tables and differ in run.json."""
     chosen = plans(arms)
     write_plan(run_dir, chosen, trials, REQUESTS)
-    for plan in chosen[:5]:
+    for index, plan in enumerate(chosen):
         for trial in range(trials):
-            write_measured(run_dir, "ladder", plan, trial, REQUESTS)
-    for index, plan in enumerate(chosen[5:], 5):
-        for trial in range(trials):
-            made, folder = run_dir / f"arm{index % 5}" / str(trial), run_dir / plan.name / str(trial)
+            if index < 5 and trial < 5:
+                write_measured(run_dir, "ladder", plan, trial, REQUESTS)
+                continue
+            made, folder = run_dir / f"arm{index % 5}" / str(trial % 5), run_dir / plan.name / str(trial)
             folder.mkdir(parents=True)
             for table in made.glob("*.parquet"):
                 os.link(table, folder / table.name)
             run = json.loads((made / "run.json").read_text())
-            (folder / "run.json").write_text(json.dumps(run | {"arm": plan.name}))
+            (folder / "run.json").write_text(json.dumps(run | {"arm": plan.name, "trial": trial}))
 
 
 @pytest.mark.parametrize(("arms", "trials"), [(10, 10), (40, 25)], ids=["100 runs", "1000 runs"])

@@ -1,4 +1,4 @@
-"""Request streams: a million requests are planned at once; their prompts are built one by one, as they are asked for."""
+"""Request streams: a million requests are planned at once; a prompt is built when it is asked for."""
 
 from __future__ import annotations
 
