@@ -5,13 +5,14 @@
 #
 # NOT YET RUN ON A GPU: only its parts were, on a CPU (DEVICE=cpu MODEL=tiny). The machine brings torch (2.11 or newer,
 # CUDA), triton, pytest, pytest-benchmark, hypothesis and the common rest of pyproject.toml; the folder brings what is
-# left (hydra-core, omegaconf, antlr4-python3-runtime, plotly, gguf, ...). A real model is not needed: weights are random.
+# left (hydra-core, omegaconf, antlr4-python3-runtime, plotly, gguf). No real model is needed: weights are random.
 #
-# Left in $OUT: a log a stage, kernels.json, summary.txt and records.tar.gz (results/runs of this check, with reports).
-# To keep the records: tar xzf records.tar.gz -C results/reference/<gpu>. Exit status 1 if a stage failed.
+# Left in $OUT: summary.txt and records.tar.gz with the runs' records and reports, a log a stage, the kernels' times. To
+# keep them: tar xzf records.tar.gz -C results/reference/<gpu>. Exit status 1 if a stage failed; its log's end is shown.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 OUT=$(mkdir -p "${OUT:?set OUT to a folder for what comes back}" && cd "$OUT" && pwd)
+wheels=${1:+$(cd "$1" && pwd)} || exit 1
+cd "$(dirname "$0")/.." || exit 1
 DEVICE=${DEVICE:-cuda}
 MODEL=${MODEL:-llama3_8b}
 LAYERS=${LAYERS:-8} # of the model's 32: a quarter of the work, and of the minutes that making weights takes
@@ -19,33 +20,37 @@ LIMIT_S=${LIMIT_S:-285}
 PYTHON=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$scratch/records/logs"
 failed=0
 
-if [ -n "${1:-}" ]; then
-  "$PYTHON" -m pip install -q --no-index --no-deps --target "$scratch/wheels" "$1"/*.whl || exit 1
+if [ -n "$wheels" ]; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --target "$scratch/wheels" "$wheels"/*.whl || exit 1
   export PYTHONPATH="$scratch/wheels${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONUNBUFFERED=1
 : > "$OUT/summary.txt"
 
-# stage <name> <most seconds> <command...>: at most what is left of LIMIT_S; its log is $OUT/<name>.log.
+# stage <name> <most seconds> <command...>: at most what is left of LIMIT_S; its log goes to the records.
 stage() {
   local name=$1 most=$2 begun=$SECONDS left=$((LIMIT_S - SECONDS)) status=0
+  local log="$scratch/records/logs/$name.log"
   shift 2
   if [ "$left" -lt 5 ]; then
     status="no time left"
   else
-    timeout --kill-after=10 "$((most < left ? most : left))" "$@" > "$OUT/$name.log" 2>&1 || status="exit $?"
+    timeout --kill-after=10 "$((most < left ? most : left))" "$@" > "$log" 2>&1 || status="exit $?"
   fi
-  [ "$status" = 0 ] || failed=1
   printf '%-12s %-12s %4d s\n' "$name" "${status/#0/ok}" "$((SECONDS - begun))" | tee -a "$OUT/summary.txt"
+  [ "$status" = 0 ] && return
+  failed=1
+  [ ! -f "$log" ] || tail -n 15 "$log"
 }
 
 harness() { # harness <run's name> <options...>, with weights and prompts that need no file
   local run=$1
   shift
   "$PYTHON" -m harness "device=$DEVICE" "model=$MODEL" "model.shape.num_layers=$LAYERS" workload/prompts=random \
-    "run_dir=$scratch/runs/$run" "$@" && "$PYTHON" - "$scratch/runs/$run/summary.json" "$DEVICE" << 'EOF'
+    "run_dir=$scratch/records/$run" "$@" && "$PYTHON" - "$scratch/records/$run/summary.json" "$DEVICE" << 'EOF'
 import json, sys
 
 arms = json.load(open(sys.argv[1]))["arms"]
@@ -87,7 +92,7 @@ stage kernels 110 "$PYTHON" -m pytest -q -p no:cacheprovider \
 
 # Every attention kernel and linear method on this device against its reference, timed.
 stage benchmarks 60 "$PYTHON" -m pytest -q -p no:cacheprovider tests/benchmarks/test_bench_kernels.py \
-  --benchmark-json="$OUT/kernels.json"
+  --benchmark-json="$scratch/records/kernels.json"
 
 # FP8 is multiplied as FP8, not emulated, for every number of rows that a step may have and for both granularities.
 stage fp8 40 "$PYTHON" -c '
@@ -124,5 +129,5 @@ stage graphs 60 bash -c 'harness graphs study=none execution=eager,cuda_graph "$
 stage load 75 bash -c 'harness load study=none workload=chat workload.arrivals.rate=4,16,64 "$@"' - \
   model.max_model_len=1024 workload.num_requests=32 workload.length_scale=0.5 workload.overlength=clip
 
-[ ! -d "$scratch/runs" ] || tar czf "$OUT/records.tar.gz" -C "$scratch/runs" .
+tar czf "$OUT/records.tar.gz" -C "$scratch/records" .
 exit "$failed"
