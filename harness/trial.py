@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,10 @@ def run_trial(
     try:
         memory.reset()
         clock.restart()
-        sampler = Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0)))
-        sampler.start()
-        completed = drive(engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop)
+        with Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0))) as sampler:
+            completed = drive(
+                engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
+            )
         telemetry = sampler.stop()
     finally:
         gc.enable()
@@ -154,7 +155,7 @@ def run_trial(
         "provenance": source_of_figures
         | {"model": {"name": source.name, "fingerprint": source.fingerprint}}
         | {"host_before": load_before, "host_after": load_after, "workload": stream.provenance}
-        | {"telemetry_cost": {"cpu_s": sampler.cost.cpu_s, "rounds": sampler.cost.rounds}},
+        | {"telemetry_cost": asdict(sampler.cost)},
         "window": window,
         "metrics": metrics,
         "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},

@@ -61,18 +61,31 @@ class Sampler:
         self._error: Exception | None = None
         self.cost = Cost()
 
+    def __enter__(self) -> Sampler:
+        """Sampling ends with the block, however that ends; `stop` then gives what was read."""
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._end()
+
     def start(self) -> None:
         self._thread.start()
+
+    def _end(self) -> None:
+        if self._halt.is_set():
+            return
+        self._halt.set()
+        self._thread.join()
+        for source in self._sources:
+            source.close()
 
     def stop(self) -> pd.DataFrame:
         """End sampling; columns t_s, source, name, value, unit. A field that was never answered has one row, null.
 
         Errors: whatever a source raised while it was read.
         """
-        self._halt.set()
-        self._thread.join()
-        for source in self._sources:
-            source.close()
+        self._end()
         if self._error is not None:
             raise self._error
         answered = {(r.source, r.name) for _, r in self._rows if r.value is not None}

@@ -140,3 +140,12 @@ def test_host_load_of_an_idle_and_of_a_busy_host(monkeypatch):
 def test_rate_must_be_positive():
     with pytest.raises(ValueError, match="rate_hz=0"):
         Sampler([], RealClock(), rate_hz=0)
+
+
+def test_sampling_ends_with_its_block_even_if_that_raises():
+    source = Fixed()
+    sampler = Sampler([source], RealClock(), 100.0)
+    with pytest.raises(ValueError, match="the drive failed"), sampler:
+        raise ValueError("the drive failed")
+    assert source.closed == 1 and not sampler._thread.is_alive()
+    assert sampler.stop().empty and source.closed == 1
