@@ -29,6 +29,7 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give back what the source holds; most hold nothing."""
+        return
 
 
 @dataclass(frozen=True)
