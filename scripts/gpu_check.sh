@@ -11,7 +11,7 @@
 # keep them: tar xzf records.tar.gz -C results/reference/<gpu>. Exit status 1 if a stage failed; its log's end is shown.
 set -uo pipefail
 OUT=$(mkdir -p "${OUT:?set OUT to a folder for what comes back}" && cd "$OUT" && pwd)
-wheels=${1:+$(cd "$1" && pwd)} || exit 1
+wheels=$([ -z "${1:-}" ] || { cd "$1" && pwd; }) || exit 1
 cd "$(dirname "$0")/.." || exit 1
 DEVICE=${DEVICE:-cuda}
 MODEL=${MODEL:-llama3_8b}
