@@ -40,15 +40,16 @@ INLINE sums add_products(sums acc, struct wide_weights w, int32_t pair) {
 
 INLINE void tile(const int rows, const struct linear *a, int64_t row, int64_t panel, int64_t fetch, int64_t each,
                  int32_t products[MR][PANEL]) {
-    const int8_t *w = a->w + panel * a->pairs * PANEL * 2;
+    const int64_t pairs = a->pairs;  // a local: the barrier below would have it read again for every row
+    const int8_t *w = a->w + panel * pairs * PANEL * 2;
     const char *ahead = (const char *)w + fetch;
-    const int32_t *x = a->x + row * a->pairs;
+    const int32_t *x = a->x + row * pairs;
     sums acc[MR][NV];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) acc[r][v] = (sums){0};
-    for (int64_t i = 0; i < a->pairs; i++) {
+    for (int64_t i = 0; i < pairs; i++) {
         __builtin_prefetch(ahead, 0, 2);
         ahead += each;
         __typeof__(weights(w)) weight[NV];
@@ -56,7 +57,7 @@ INLINE void tile(const int rows, const struct linear *a, int64_t row, int64_t pa
         for (int v = 0; v < NV; v++) weight[v] = weights(w + (i * PANEL + v * LANES) * 2);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            const __typeof__(both(0)) pair = both(x[r * a->pairs + i]);
+            const __typeof__(both(0)) pair = both(x[r * pairs + i]);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) acc[r][v] = add_products(acc[r][v], weight[v], pair);
             __asm__ volatile("" ::: "memory");  // see linear_bf16.c
