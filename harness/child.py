@@ -33,7 +33,7 @@ def measure(job: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -
 
     def on_progress(progress: Progress) -> None:
         nonlocal measuring, last_report
-        measuring = progress.phase == "measuring"
+        measuring = progress.phase in ("measuring", "finishing")
         now = time.monotonic()
         if now - last_report >= REPORT_EVERY_S or progress.steps <= 1:
             last_report = now

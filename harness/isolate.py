@@ -11,26 +11,31 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from harness.child import measure
 from harness.errors import one_line
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 POLL_S = 0.2
+ASK_EVERY_S = 1.0
 GRACE_S = 30.0  # for an interrupted child to finish its record
-# Every trial is forked from one server that has imported torch and started no thread and no GPU context: a trial is a
-# new process without the seconds of its imports. Where a fork of loaded libraries is unsafe, it starts from nothing.
+OUTPUT_BYTES = 1 << 16  # the end of a child's output, of which the last line is told
+# Every trial is forked from one server that has imported torch and neither computed nor opened a GPU context: a trial
+# is a new process without the seconds of its imports. Where forking loaded libraries is unsafe, it starts from nothing.
 HAS_SERVER = sys.platform == "linux"
 PRELOAD = ["harness.trial"]
 
+T = TypeVar("T")
 Job = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]
 
@@ -44,19 +49,37 @@ class Ending:
 
 
 def import_ahead() -> None:
-    """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once."""
+    """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once.
+
+    The server is deaf to Ctrl-C from its first moment on: who started it has to answer that.
+    """
     if not HAS_SERVER:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     own = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, own]))  # the server is to find us from any folder
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
         forkserver.ensure_running()
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
         if own is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = own
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    return multiprocessing.get_context("forkserver") if HAS_SERVER else multiprocessing.get_context("spawn")
+
+
+def in_another_process(function: Callable[[], T]) -> T:
+    """What ``function`` returns or raises, in a process that ends with it."""
+    import_ahead()
+    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+        return pool.submit(function).result()
 
 
 def run_isolated(
@@ -68,12 +91,16 @@ def run_isolated(
     kill it too. Nothing that the child started outlives it.
     """
     import_ahead()
-    context = multiprocessing.get_context("forkserver") if HAS_SERVER else multiprocessing.get_context("spawn")
+    context = _context()
     reports, write_end = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as output, reports, _counted_interrupts() as interrupts:
         child = context.Process(target=_enter, args=(target, job, write_end, output.name))
         with write_end:
-            child.start()
+            try:
+                child.start()
+            except (EOFError, OSError) as error:
+                why = f"its process could not be started: {one_line(str(error)) or type(error).__name__}"
+                return Ending(why, interrupted=bool(interrupts))
         try:
             killed = _watch(child, reports, interrupts, stall_s, on_progress)
         finally:
@@ -85,6 +112,7 @@ def run_isolated(
 def _enter(target: Callable[[Job, Send], None], job: Job, write_end: Connection, output: str) -> None:
     """The child's side: a process group of its own, its output in a file, its reports on the pipe."""
     os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
@@ -95,9 +123,19 @@ def _enter(target: Callable[[Job, Send], None], job: Job, write_end: Connection,
         try:
             write_end.send_bytes(json.dumps(report).encode())
         except BrokenPipeError:
-            os._exit(1)  # the parent is gone: nobody would keep this trial apart from the next
+            os._exit(1)  # the parent is gone
 
     target(job, send)
+
+
+def _end_with_parent() -> None:
+    """A study that is killed takes its trial along: left alone, it would run beside the trial that a resumed study
+    starts in its place, and write its record there. A thread, for a trial may report nothing for minutes.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def run_inline(job: Job, *, stall_s: float, on_progress: Send) -> Ending:
@@ -125,7 +163,7 @@ def _watch(
     child: BaseProcess, reports: Connection, interrupts: list[int], stall_s: float, on_progress: Send
 ) -> str | None:
     """Follow the child's reports until it ends; why it was killed, or None if it was not."""
-    steps, advanced, asked, phase = 0, time.monotonic(), 0.0, "starting"
+    steps, advanced, asked, told, phase = 0, time.monotonic(), 0.0, 0.0, "starting"
     seen: tuple[object, ...] = ()
     is_open = True
     while child.exitcode is None:
@@ -142,8 +180,8 @@ def _watch(
         elif not is_open:
             child.join(POLL_S)
         now = time.monotonic()
-        if interrupts and not asked:
-            asked = now
+        if interrupts and now - told > ASK_EVERY_S:  # more than once: a process that has just been forked is deaf
+            asked, told = asked or now, now
             _signal(child, signal.SIGINT)
         if len(interrupts) > 1 or (asked and now - asked > GRACE_S):
             return "killed by the user before its record was finished"
@@ -167,7 +205,7 @@ def _describe(code: int | None, output: IO[bytes]) -> str | None:
     if code == -signal.SIGINT:
         return "stopped by the user before anything was measured"
     assert code is not None
-    output.seek(0)
+    output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     last = one_line(lines[-1])[:500] if lines else "it printed nothing"
     if code == -signal.SIGKILL:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import psutil
 import torch
 
+from harness.isolate import in_another_process
 from impls.engine import Engine
 from impls.seams import CausalLM, ModelShape, StepStats
 
@@ -43,12 +45,14 @@ class StepCost:
 class ResidentModel:
     """A model as it lies in memory, as far as a forward's cost depends on it. Sizes in bytes.
 
-    weights_bytes: all that is resident; table_bytes: one [vocab, hidden] table, head or embedding.
+    weights_bytes: all that is resident; table_bytes: the head; lookup_bytes: an embedding table beside it, of which a
+    step reads a few rows.
     """
 
     shape: ModelShape
     weights_bytes: int
     table_bytes: int
+    lookup_bytes: int
     kv_bytes_per_token: int
 
 
@@ -82,7 +86,7 @@ def resident_models(engine: Engine, kv_element_bytes: int) -> dict[str, Resident
     def resident(model: CausalLM) -> ResidentModel:
         table = head_parameters(model.shape) * WEIGHT_BITS.get(model.method.head_method().name, 16) // 8
         kv_bytes = model.shape.kv_bytes_per_token(kv_element_bytes)
-        return ResidentModel(model.shape, model.weights_bytes, table, kv_bytes)
+        return ResidentModel(model.shape, model.weights_bytes, table, model.lookup_bytes, kv_bytes)
 
     executors = {"target": engine.executor, "draft": engine.draft_executor}
     return {name: resident(executor.model) for name, executor in executors.items() if executor is not None}
@@ -99,8 +103,7 @@ def forward_cost(
 ) -> StepCost:
     """FLOPs (a multiply-add is two) of one forward through ``num_layers`` layers (None: all), and the bytes it moves.
 
-    Bytes, at least: the head and every weight of these layers once (an untied embedding table is only looked up, so it
-    is left out), each sequence's K/V once, the K/V written, and what the backend copies to make its cache readable
+    Bytes, at least: the head and every weight of these layers once (a table that is only looked up is left out), each sequence's K/V once, the K/V written, and what the backend copies to make its cache readable
     (once read, once written; ``gathered_bytes`` is of all layers).
     """
     shape, rows = model.shape, sum(query_lens)
@@ -108,7 +111,7 @@ def forward_cost(
     pairs = attended_positions(query_lens, kv_lens)
     per_layer = 2 * rows * linear_parameters(shape) // shape.num_layers + 4 * pairs * shape.num_heads * shape.head_dim
     flops = layers * per_layer + 2 * num_logits_rows * head_parameters(shape)
-    in_layers = model.weights_bytes - model.table_bytes * (1 if shape.tie_embeddings else 2)
+    in_layers = model.weights_bytes - model.table_bytes - model.lookup_bytes
     in_layers += (sum(kv_lens) + rows) * model.kv_bytes_per_token + 2 * gathered_bytes
     return StepCost(flops, in_layers * layers // shape.num_layers + model.table_bytes)
 
@@ -142,15 +145,18 @@ def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepC
 
 
 def memory_total_bytes(device: str) -> int:
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total)
+    return _cuda_memory()[1] if device == "cuda" else int(psutil.virtual_memory().total)
 
 
 def memory_free_bytes(device: str) -> int:
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    return _cuda_memory()[0] if device == "cuda" else int(psutil.virtual_memory().available)
+
+
+@cache
+def _cuda_memory() -> tuple[int, int]:
+    """(free, total), asked elsewhere: a GPU context of the study's own would lie beside every trial, half a GB of it."""
+    free, total = in_another_process(torch.cuda.mem_get_info)
+    return int(free), int(total)
 
 
 def does_not_fit(

@@ -15,6 +15,7 @@ from impls.seams import CausalLM, LinearMethod, PackedLinear
 
 ROW_COUNTS = (1, 4, 16, 32)
 PASSES = 2
+ENOUGH_S = 5.0  # a model whose layers take longer is not timed at more rows: who waits would take it for a hang
 STAGES = ("quantize_s", "matmul_s", "rescale_s")
 
 Record = dict[str, int | float | None]
@@ -44,8 +45,11 @@ def linear_stage_times(model: LinearModel, row_counts: Sequence[int]) -> list[Re
     layers = _packed_layers(model, device)
     generator = torch.Generator().manual_seed(0)
     widths = sorted({layer.in_features for layer in layers})
-    found = []
+    found: list[Record] = []
+    begun = time.perf_counter()
     for rows in row_counts:
+        if time.perf_counter() - begun > ENOUGH_S:
+            break
         inputs = {k: torch.randn(rows, k, generator=generator).to(device, method.activation_dtype) for k in widths}
         passes = [_one_pass(method, layers, inputs) for _ in range(PASSES)]
         best: Record = {name: min(seen[name] for seen in passes) for name in passes[0]}

@@ -26,9 +26,9 @@ RUN_FIELDS = (
     *("schema_version", "study", "arm", "trial", "status", "reasons", "config", "axes", "seed", "provenance", "window"),
     *("metrics", "limits", "validity", "clock", "emulated"),
 )
-# Beyond the contract: missing or null where it was not measured. verify_cost: of `warm_up.WarmUp`. linear_stages: what
+# Beyond the contract: missing or null where it was not measured. decode_costs: of `warm_up.WarmUp`. linear_stages: what
 # `linear_stages.linear_stage_times` gave.
-RUN_EXTRA_FIELDS: dict[str, type] = {"verify_cost": dict, "linear_stages": list}
+RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list}
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 REQUEST_COLUMNS: dict[str, pa.DataType] = {

@@ -42,6 +42,11 @@ def compose_study(overrides: Sequence[str]) -> Composed:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise BadInput(f"{twice}: given twice; allowed: once, or {twice}=a,b to sweep over it")
+    if {"study.trials", "study.half_width"} <= {*keys}:
+        raise BadInput(
+            "study.trials: an adaptive study (study.half_width) decides itself, up to study.max_trials; "
+            "allowed: one of the two"
+        )
     for override in parsed:
         key = override.get_key_element()
         if key == "study.arms":

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from harness.drive import RealClock, drive
+from harness.errors import one_line
 from harness.limits import cost_of_step, resident_models
-from harness.linear_stages import linear_stage_times, row_counts
+from harness.linear_stages import Record, linear_stage_times, row_counts
 from harness.memory import PeakMemory
 from harness.metrics import compute_metrics
 from harness.probe import peaks
@@ -80,7 +81,12 @@ def run_trial(
     clock = RealClock()
     engine = build_engine(config, source, clock)
     source_of_figures = provenance(device, kernels(engine))
-    warmed = warm_up(engine, stream)
+
+    def tick() -> None:
+        progress.phase, progress.waits = "warming up", progress.waits + 1
+        on_progress(progress)
+
+    warmed = warm_up(engine, stream, tick)
     method = engine.executor.model.method
     roof = peaks(device, str(config["precision"]["name"]), method, cache_dir())
     initial = stream.initial()
@@ -114,6 +120,9 @@ def run_trial(
         gc.unfreeze()
     peak_memory = memory.read()
     load_after = host_load()
+    progress.phase = "finishing"
+    on_progress(progress)
+    stages, trouble = time_linear_layers(engine) if completed else (None, [])
 
     models = resident_models(engine, KV_DTYPES[kv_dtype_name(config)].itemsize)
     requests, steps = recorder.requests(), recorder.steps(lambda stats: cost_of_step(models, stats))
@@ -161,15 +170,25 @@ def run_trial(
         "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},
         "validity": warnings
         + (unnatural_prompts(config["workload"]) if engine.decoder.uses_proposer else [])
-        + _busy_host(load_before),
+        + _busy_host(load_before)
+        + trouble
+        + ([f"telemetry ended early: {one_line(sampler.error)}"] if sampler.error else []),
         "clock": "real",
         "emulated": emulated(engine),
-        "verify_cost": warmed.verify_cost,
-        "linear_stages": linear_stage_times(engine.executor.model, row_counts(engine.scheduler.max_num_seqs)),
+        "decode_costs": warmed.decode_costs,
+        "linear_stages": stages,
     }
     engine.close()
     write_trial(out_dir, run, requests, steps, telemetry)
     return status
+
+
+def time_linear_layers(engine: Engine) -> tuple[list[Record] | None, list[str]]:
+    """`linear_stage_times` and warnings: a window that has been measured is not lost to what comes after it."""
+    try:
+        return linear_stage_times(engine.executor.model, row_counts(engine.scheduler.max_num_seqs)), []
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when a device is out of memory
+        return None, [f"the linear layers could not be timed: {one_line(str(error))}"]
 
 
 def judge(metrics: Mapping[str, Any]) -> tuple[str, list[str]]:

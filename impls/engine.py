@@ -79,6 +79,7 @@ class Engine:
         if self._sequences.pop(request_id, None) is not None:
             self.scheduler.abort(request_id)
             self._forget(request_id)
+            self._held_back = [emission for emission in self._held_back if emission.request_id != request_id]
 
     def close(self) -> None:
         for request_id in list(self._sequences):

@@ -400,6 +400,10 @@ class CausalLM(Protocol):
     def weights_bytes(self) -> int:
         """Bytes of all resident weights."""
 
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes of an embedding table that no matrix product reads; 0 where the head's own memory serves the lookup."""
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
     ) -> Tensor:

@@ -40,7 +40,8 @@ def _sequence_of_block(query_start_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+# These two change from step to step: a variant for each kind of number would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def paged_attention_kernel(
     q_ptr,  # [T, num_heads, head_dim]
     k_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]

@@ -103,6 +103,11 @@ class LlamaModel:
                 tensors += _tensors(linear)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes of an embedding table of its own, of which a step reads a few rows; 0 where the head serves."""
+        return 0 if self._embedding is None else self._embedding.numel() * self._embedding.element_size()
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
     ) -> Tensor:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from isolated_bodies import run_body
 
-from harness.isolate import Ending, run_isolated
+from harness.isolate import Ending, in_another_process, run_isolated
 
 
 @pytest.fixture
@@ -42,6 +42,10 @@ def test_a_child_has_a_process_group_of_its_own(run: Any, tmp_path: Path) -> Non
 def test_a_child_is_forked_after_the_imports_of_a_trial(run: Any, tmp_path: Path) -> None:
     run("open(job['out_dir'], 'w').write(str(all(m in sys.modules for m in ('torch', 'harness.trial'))))")
     assert (tmp_path / "out").read_text() == "True"
+
+
+def test_a_question_is_answered_in_another_process() -> None:
+    assert in_another_process(os.getpid) != os.getpid()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_attended_positions_of_prefill_chunk_and_decode():
 # One layer: q,k,v = 4 x (4 + 2 + 2), o = 4 x 4, FFN = 3 x 4 x 8 -> 32 + 16 + 96 = 144; two layers 288; head 40.
 # K/V: 2 layers x K and V x 1 head of 2 x two bytes = 16. Weights in BF16: 576 + 80 of the tied table = 656.
 TINY = ModelShape(10, 4, 8, 2, 2, 1, 2, 64, tie_embeddings=True)
-TARGET = ResidentModel(TINY, weights_bytes=656, table_bytes=80, kv_bytes_per_token=16)
+TARGET = ResidentModel(TINY, weights_bytes=656, table_bytes=80, lookup_bytes=0, kv_bytes_per_token=16)
 STATS = {"query_lens": [1, 2], "kv_lens": [5, 2], "num_logits_rows": 2, "gathered_bytes": 8}
 PAIRS = 5 + (1 + 2)
 
@@ -64,7 +64,7 @@ def test_step_cost_by_hand():
 
 
 def test_untied_embedding_table_is_not_read_in_a_step():
-    untied = replace(TARGET, shape=replace(TINY, tie_embeddings=False), weights_bytes=656 + 80)
+    untied = replace(TARGET, lookup_bytes=80, weights_bytes=656 + 80)
     costs = [forward_cost(model, [1], [1], num_logits_rows=1) for model in (TARGET, untied)]
     assert costs[0] == costs[1]
 
@@ -79,7 +79,7 @@ def test_the_first_layers_drafting_cost_their_share_and_a_whole_head():
 def test_a_draft_model_costs_by_its_own_shape_and_bytes_in_every_forward():
     # One layer of one head: q,k,v = 2 x 3 x 2, o = 4, FFN = 3 x 2 x 4 -> 40; head 20. INT8 layers, BF16 untied tables.
     shape = ModelShape(10, 2, 4, 1, 1, 1, 2, 64, tie_embeddings=False)
-    draft = ResidentModel(shape, weights_bytes=40 + 40 + 40, table_bytes=40, kv_bytes_per_token=8)
+    draft = ResidentModel(shape, weights_bytes=40 + 40 + 40, table_bytes=40, lookup_bytes=40, kv_bytes_per_token=8)
     forwards = [DraftForward("draft", None, [3, 1], [4, 2]), DraftForward("draft", None, [1], [5])]
     stats = StepStats(0.0, **STATS, draft_forwards=forwards)
     plain = cost_of_step({"target": TARGET}, StepStats(0.0, **STATS))

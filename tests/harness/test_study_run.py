@@ -188,6 +188,8 @@ def test_a_failing_arm_does_not_keep_an_adaptive_study_going_for_ever(command: A
 def test_an_adaptive_study_needs_room_for_its_rule(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(FakeRunner(), *SWEEP[:2], "study.half_width=0.03", "study.max_trials=4", *TINY) == 2
     assert "study.max_trials=4" in capsys.readouterr().err
+    assert command(FakeRunner(), *ADAPTIVE, "study.trials=3") == 2
+    assert "study.trials: an adaptive study" in capsys.readouterr().err
 
 
 def test_a_model_file_that_changed_is_refused(command: Any, capsys: pytest.CaptureFixture[str]) -> None:

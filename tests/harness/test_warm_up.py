@@ -1,4 +1,4 @@
-"""The warm-up runs every kind of step, leaves nothing behind, and says what a step of verification costs."""
+"""The warm-up runs every kind of step, leaves nothing behind, and says what decode steps cost by their rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from harness.arm import resolve_study
 from harness.compose import compose_arm
+from harness.decode_costs import STEPS
 from harness.drive import RealClock
-from harness.warm_up import VERIFY_STEPS, warm_up
+from harness.warm_up import warm_up
 from impls.build import build_engine, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
@@ -20,7 +21,9 @@ from workloads.stream import RequestStream
 
 def build(*overrides: str) -> tuple[Engine, RequestStream, list[StepStats]]:
     """A tiny engine, its traffic, and the list to which every step that it runs will be added."""
-    config = resolve_study({"arm": compose_arm(["study=none", "model=tiny", "device=cpu", *overrides])})["arm"]
+    small = ["kv_cache.budget=8192tokens"] if not any("budget" in o for o in overrides) else []
+    arm = compose_arm(["study=none", "model=tiny", "device=cpu", *small, *overrides])
+    config = resolve_study({"arm": arm})["arm"]
     source = open_model(config["model"])
     stream = build_stream(
         config["workload"],
@@ -46,25 +49,27 @@ def build(*overrides: str) -> tuple[Engine, RequestStream, list[StepStats]]:
 SPECULATIVE = ("decoding=speculative", "proposer=ngram", "proposer.num_draft_tokens=3")
 
 
-@pytest.mark.parametrize("batching", ["static", "continuous"])
-def test_a_full_batch_decodes_plainly_and_verifies_full_drafts(batching: str) -> None:
-    engine, stream, seen = build(f"batching={batching}", "batching.max_num_seqs=4", *SPECULATIVE)
+@pytest.mark.parametrize(
+    "batching", ["batching=static", "batching=continuous", "batching=static batching.emit=batch_end"]
+)
+def test_decode_steps_are_timed_by_their_rows(batching: str) -> None:
+    engine, stream, seen = build(*batching.split(), "batching.max_num_seqs=4", *SPECULATIVE)
     proposer = engine.proposer
-    warmed = warm_up(engine, stream)
-    assert warmed.verify_cost is not None
-    assert (warmed.verify_cost["rows"], warmed.verify_cost["sequences"]) == (4, 4)
-    full = [s for s in seen if s.running == 4 and not s.prefill_tokens]
-    assert sum(s.draft_tokens == 12 for s in full) >= VERIFY_STEPS
-    assert sum(s.draft_tokens == 0 for s in full) >= VERIFY_STEPS
-    verified = sorted(s.forward_s for s in full if s.draft_tokens == 12)
-    assert verified[0] <= warmed.verify_cost["step_s"]["verify"] <= verified[-1]
+    costs = warm_up(engine, stream).decode_costs
+    assert costs is not None
+    assert [(cost["sequences"], cost["rows"]) for cost in costs] == [(1, 1), (1, 4), (4, 4), (4, 16)]
+    for cost in costs:
+        drafts = cost["rows"] - cost["sequences"]
+        kind = [s for s in seen if (s.running, s.draft_tokens, s.prefill_tokens) == (cost["sequences"], drafts, 0)]
+        times = sorted(s.forward_s for s in kind)
+        assert len(times) >= STEPS and times[0] <= cost["forward_s"] <= times[-1]
     assert engine.proposer is proposer and not engine.has_work
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
 def test_an_arm_without_drafts_has_no_cost_of_verification() -> None:
     engine, stream, seen = build("batching.max_num_seqs=4")
-    assert warm_up(engine, stream).verify_cost is None
+    assert warm_up(engine, stream).decode_costs is None
     assert any(s.running == 4 and not s.prefill_tokens for s in seen) and not any(s.draft_tokens for s in seen)
 
 
@@ -74,15 +79,16 @@ def test_where_the_cache_holds_fewer_the_cost_is_that_of_as_many_as_run_together
         *("workload/prompt_length=constant", "workload.prompt_length.value=8"),
         *("workload/output_length=constant", "workload.output_length.value=8", *SPECULATIVE),
     )
-    cost = warm_up(engine, stream).verify_cost
-    assert cost is not None and cost["sequences"] == 3
+    costs = warm_up(engine, stream).decode_costs
+    assert costs is not None and max(cost["sequences"] for cost in costs) == 3
 
 
-def test_where_no_full_draft_fits_there_is_no_cost() -> None:
+def test_where_no_full_draft_fits_only_plain_steps_are_timed() -> None:
     engine, stream, _ = build(
         *("batching.max_num_seqs=2", "model.max_model_len=32", "proposer.num_draft_tokens=24"),
         *("workload/prompt_length=constant", "workload.prompt_length.value=8"),
         *("workload/output_length=constant", "workload.output_length.value=8", *SPECULATIVE[:2]),
     )
-    assert warm_up(engine, stream).verify_cost is None
+    costs = warm_up(engine, stream).decode_costs
+    assert costs is not None and all(cost["rows"] == cost["sequences"] for cost in costs)
     assert not engine.has_work

@@ -155,6 +155,7 @@ def test_tied_embeddings_share_the_head_where_rows_can_be_read_from_it(
     one_table = shape.vocab_size * shape.hidden_size
     layers = sum(weights[name].numel() for name in weights if "embed" not in name and "head" not in name)
     assert model.weights_bytes == 2 * (layers + tables * one_table)
+    assert model.lookup_bytes == 2 * (tables - 1) * one_table
     ids = prompt(40, shape.vocab_size)
     exact = stepwise_logits(LlamaModel(shape, weights, PlainLinear(cpu), cpu), ids, 40)
     assert relative_error(stepwise_logits(model, ids, 40), exact) < 0.05, "BF16 rounding cannot explain this"

@@ -226,18 +226,21 @@ def run_record(study: str, plan: ArmPlan, trial: int, num_requests: int, **chang
         "validity": [],
         "clock": "real",
         "emulated": list(plan.emulated),
-        "verify_cost": verify_cost(plan),
+        "decode_costs": decode_costs(plan),
         "linear_stages": linear_stages(plan),
         **changes,
     }
 
 
-def verify_cost(plan: ArmPlan) -> dict[str, Any] | None:
-    """A step with full drafts takes half as long again."""
+def decode_costs(plan: ArmPlan) -> list[dict[str, float]] | None:
+    """A row costs a quarter of a millisecond on top of 20 ms."""
     if not plan.drafts:
         return None
-    step_s = {"plain": 0.02 * plan.speed, "verify": 0.03 * plan.speed}
-    return {"rows": plan.drafts + 1, "sequences": plan.max_num_seqs, "step_s": step_s}
+    return [
+        {"sequences": n, "rows": rows, "forward_s": plan.speed * (0.02 + 0.00025 * rows)}
+        for n in (1, 4, plan.max_num_seqs)
+        for rows in (n, n * (plan.drafts + 1))
+    ]
 
 
 def linear_stages(plan: ArmPlan) -> list[dict[str, float | None]]:

@@ -158,7 +158,7 @@ PLAIN, DRAFTS = ArmPlan("plain"), ArmPlan("ngram", drafts=4, versus="plain")
 
 
 def write_speculation(run_dir: Path, **drafts: Any) -> None:
-    """8 sequence-steps, 4 of them with drafts of which 6 tokens are accepted; ITL 30 ms and, with drafts, 20 ms."""
+    """8 sequence-steps, 4 of them with drafts of which 6 tokens are accepted; every step takes 30 ms."""
     write_plan(run_dir, (PLAIN, DRAFTS), 3, 1, study="hand")
     common = {"decode_tokens": 2, "forward_s": 0.02, "s": 0.03}
     steps = [
@@ -175,30 +175,33 @@ def write_speculation(run_dir: Path, **drafts: Any) -> None:
 
 
 def test_the_predicted_speedup_is_that_of_its_formula(tmp_path: Path) -> None:
-    write_speculation(tmp_path, verify_cost={"rows": 5, "sequences": 2, "step_s": {"plain": 0.02, "verify": 0.025}})
+    costs = [{"sequences": 1, "rows": 1, "forward_s": 0.019}, {"sequences": 2, "rows": 2, "forward_s": 0.02}]
+    write_speculation(tmp_path, decode_costs=[*costs, {"sequences": 2, "rows": 10, "forward_s": 0.036}])
     report = load(tmp_path)
     found = speedup.prediction(report.arms[1])
-    # d = 4 / 8, m = 6 / 4, v = 25 / 20, c = 2 / 20
-    expected = (1 + 0.5 * 1.5) / ((1 - 0.5) + 0.5 * 1.25 + 0.1)
+    # d = 4 / 8, m = 6 / 4. Rows 2, 10, 6, 4 take 20, 36, 28, 24 ms against 20 each; drafting takes 8 ms in all.
+    expected = (1 + 0.5 * 1.5) / (108 / 80 + 8 / 80)
     assert vars(found) == pytest.approx(
-        {"drafting": 0.5, "accepted": 1.5, "verify": 1.25, "propose": 0.1, "speedup": expected}
+        {"drafting": 0.5, "accepted": 1.5, "verify": 1.35, "propose": 0.1, "speedup": expected}
     )
     chart = speedup.chart(report)
     (row,) = texts(chart.table)
     assert row["d: drafting share"] == "50.0 %" and row["tokens a step"] == "1.75"
-    assert [row[name] for name in ("m: accepted", "v: verify / plain", "c: draft / plain")] == ["1.50", "1.25", "0.100"]
-    assert (row["predicted"], row["measured"]) == ("1.43x", "1.50x [1.50, 1.50]")
+    shown = [row[name] for name in ("m: accepted", "v: forward / plain", "c: draft / plain")]
+    assert shown == ["1.50", "1.35", "0.100"]
+    # 14 tokens of 8 sequence-steps against 2 of 2, all steps of 30 ms
+    assert (row["predicted"], row["measured"]) == ("1.21x", "1.75x [1.75, 1.75]")
     assert (row["measured against"], row["output tok/s"]) == ("plain", "1.33x [1.33, 1.33]")
-    assert drawn(chart) == {"predicted": [1.4286], "measured": [1.5]}
+    assert drawn(chart) == {"predicted": [1.2069], "measured": [1.75]}
 
 
-@pytest.mark.parametrize("verify_cost", [None, {}, {"rows": 5, "sequences": 2, "step_s": {"plain": 0.0, "verify": 1}}])
-def test_a_record_without_the_cost_of_verifying_predicts_nothing(verify_cost: Any, tmp_path: Path) -> None:
-    write_speculation(tmp_path, verify_cost=verify_cost)
+@pytest.mark.parametrize("costs", [None, [], [{"sequences": 1, "rows": 1, "forward_s": 0.02}]])
+def test_a_record_without_what_rows_cost_predicts_nothing(costs: Any, tmp_path: Path) -> None:
+    write_speculation(tmp_path, decode_costs=costs)
     (row,) = texts(speedup.chart(load(tmp_path)).table)
     assert (row["d: drafting share"], row["m: accepted"]) == ("50.0 %", "1.50")
-    assert [row[name] for name in ("v: verify / plain", "c: draft / plain", "predicted")] == [MISSING] * 3
-    assert row["measured"].startswith("1.50x")
+    assert [row[name] for name in ("v: forward / plain", "c: draft / plain", "predicted")] == [MISSING] * 3
+    assert row["measured"].startswith("1.75x")
 
 
 def test_a_baseline_that_drafts_is_compared_with_nothing(tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_run_recorded_before_all_this_still_renders(tmp_path: Path) -> None:
     for path in tmp_path.glob("*/*/steps.parquet"):
         pq.write_table(pq.read_table(path).drop_columns(["attention_s", "drafting_sequences"]), path)
     for path in tmp_path.glob("*/*/run.json"):
-        lines = path.read_text().replace('"verify_cost"', '"x"').replace('"linear_stages"', '"y"')
+        lines = path.read_text().replace('"decode_costs"', '"x"').replace('"linear_stages"', '"y"')
         path.write_text(lines)
     page = Page(build(tmp_path))
     assert {"steptime", "speedup"} <= set(page.specs) and not {"decode", "linear"} & set(page.specs)

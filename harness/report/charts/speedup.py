@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from harness.records import TrialRecord
 from harness.report.bars import AROUND_PX, ROW_PX, rows_axis
 from harness.report.charts.verdict import HEADLINE, RatioCell, ratio_cell
@@ -24,9 +27,11 @@ from harness.report.parts import (
     percent_cell,
     text_cell,
 )
+from harness.statistics import ratio
 
-ITL = "itl_s.mean"
 LOOKS = {"predicted": ("@phase4", "diamond-open"), "measured": ("@used", "circle")}
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class Prediction:
     """One trial's, or the medians of an arm's. None where a record lacks what a figure needs.
 
     drafting: of the sequences that a step decodes, the share whose drafts it verifies. accepted: tokens accepted in
-    such a step of such a sequence. verify, propose: cost of a step with full drafts and of drafting, in forward passes
-    of a step without drafts.
+    such a step of such a sequence. verify, propose: the forward passes that were run, and the drafting, in forward
+    passes of the same sequences without drafts.
     """
 
     drafting: float | None
@@ -45,19 +50,30 @@ class Prediction:
     speedup: float | None
 
 
+def decode_steps(trial: TrialRecord, *names: str) -> list[Floats]:
+    """Columns of the steps that decode and prefill nothing."""
+    prefill, decode = (trial.steps[f"{kind}_tokens"].to_numpy(float, na_value=np.nan) for kind in ("prefill", "decode"))
+    kept = (prefill == 0) & (decode > 0)
+    return [trial.steps[name].to_numpy(float, na_value=np.nan)[kept] for name in names]
+
+
 def predict(trial: TrialRecord) -> Prediction:
-    steps = trial.steps
-    decoded = float(steps["decode_tokens"].sum())  # a sequence that decodes has one, its drafts aside
-    drafted = float(steps["drafting_sequences"].sum()) if steps["drafting_sequences"].notna().all() else 0.0
-    d = drafted / decoded if drafted and decoded else None
-    m = float(steps["accepted_tokens"].sum()) / drafted if drafted else None
-    cost = (trial.run.get("verify_cost") or {}).get("step_s") or {}
-    plain, full = cost.get("plain"), cost.get("verify")
-    if not plain or not full:
+    """From accepted tokens and from what warm-up says that as many rows cost; the steps' own times are not used."""
+    names = ("decode_tokens", "draft_tokens", "drafting_sequences", "accepted_tokens", "propose_s")
+    decoded, drafts, drafting, accepted, propose = decode_steps(trial, *names)
+    drafted = float(drafting.sum())
+    if not drafted > 0:
+        return Prediction(None, None, None, None, None)
+    d, m = drafted / float(decoded.sum()), float(accepted.sum()) / drafted
+    costs = sorted(
+        {int(cost["rows"]): float(cost["forward_s"]) for cost in trial.run.get("decode_costs") or []}.items()
+    )
+    if len(costs) < 2 or min(seconds for _, seconds in costs) <= 0:
         return Prediction(d, m, None, None, None)
-    v, c = full / plain, float(steps["propose_s"].mean()) / plain
-    speedup = None if d is None or m is None else (1 + d * m) / ((1 - d) + d * v + c)
-    return Prediction(d, m, v, c, speedup)
+    rows, seconds = zip(*costs, strict=True)
+    plain = float(np.interp(decoded, rows, seconds).sum())
+    v, c = float(np.interp(decoded + drafts, rows, seconds).sum()) / plain, float(propose.sum()) / plain
+    return Prediction(d, m, v, c, (1 + d * m) / (v + c))
 
 
 def prediction(arm: Arm) -> Prediction:
@@ -67,12 +83,21 @@ def prediction(arm: Arm) -> Prediction:
     return Prediction(**{n: middle(v for each in found if (v := getattr(each, n)) is not None) for n in names})
 
 
+def decode_rate(trial: TrialRecord) -> float | None:
+    """Tokens a second that a sequence gets in steps that prefill nothing."""
+    decoded, accepted, start, end = decode_steps(trial, "decode_tokens", "accepted_tokens", "start_s", "end_s")
+    spent = float((decoded * (end - start)).sum())
+    return float((decoded + accepted).sum()) / spent if spent > 0 else None
+
+
 def measured(report: Report, arm: Arm) -> Mapping[str, float | None]:
-    """How many times faster than the arm below tokens followed one another: median, low and high of the summary."""
-    ratios = arm.entry["step_ratios"] if arm.entry["versus"] else arm.entry["ratios"]
-    found = ratios.get(ITL) or {} if report.below(arm) is not None else {}
-    ends = {"median": "median", "low": "high", "high": "low"}  # of reciprocals
-    return {end: 1 / found[other] if found.get(other) else None for end, other in ends.items()}
+    """Ratio of the decode rates to those of the arm below, paired by trial: median, low and high."""
+    below = report.below(arm)
+    theirs = {} if below is None else below.by_trial(decode_rate)
+    comparable = below is not None and not (arm.emulated or below.emulated)
+    adaptive = bool(report.plan.get("half_width"))
+    found = ratio(HEADLINE, arm.by_trial(decode_rate), theirs, comparable=comparable, adaptive=adaptive)
+    return {"median": found.median, "low": found.low, "high": found.high}
 
 
 def chart(report: Report) -> Chart:
@@ -112,12 +137,11 @@ def chart(report: Report) -> Chart:
         "hovermode": "closest",
     }
     note = (
-        "Predicted = (1 + d m) / ((1 - d) + d v + c). d: of the sequences that a step decodes, the share with drafts; "
-        "m: tokens accepted of such a sequence; v: a forward pass over full drafts, c: a step's mean time for "
-        "drafting, both in forward passes without drafts, as timed in warm-up at full batch and short context. "
-        "It leaves out prefill, sampling, drafts shorter than full, longer contexts and a batch whose size changes. "
-        "Measured: mean ITL of the other arm over this arm's, paired by trial, with the interval of the summary. "
-        "Medians over the ok trials."
+        "Predicted = (1 + d m) / (v + c). d: of the sequences that a step decodes, the share with drafts; m: tokens "
+        "accepted of such a sequence; v: the forward passes over all rows, c: the drafting, both in forward passes over "
+        "the same sequences without drafts, by what that many rows took in warm-up. It leaves out sampling and longer "
+        "contexts. Measured: tokens a second that a decoding sequence gets, against the other arm, paired by trial. "
+        "Both of steps that prefill nothing; medians over the ok trials."
     )
     return Chart("speedup", title, note, _table(report, found), traces, layout, AROUND_PX + ROW_PX * len(seen))
 
@@ -153,7 +177,7 @@ def _table(report: Report, found: list[tuple[Arm, Prediction, Mapping[str, float
             ]
         )
     columns = (
-        *("arm", "acceptance rate", "tokens a step", "d: drafting share", "m: accepted", "v: verify / plain"),
+        *("arm", "acceptance rate", "tokens a step", "d: drafting share", "m: accepted", "v: forward / plain"),
         *("c: draft / plain", "predicted", "measured", "measured against", "output tok/s"),
     )
     return Table(columns, rows)
