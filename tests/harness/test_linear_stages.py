@@ -77,9 +77,8 @@ def test_every_projection_is_timed_stage_by_stage(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_better_of_the_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 9.0, 10.0, 14.0])
+    times = iter([0.0, 0.0, 0.0, 9.0, 10.0, 14.0])  # the first two: has it taken too long already?
     monkeypatch.setattr(linear_stages, "time", types.SimpleNamespace(perf_counter=lambda: next(times)))
-    monkeypatch.setattr(linear_stages, "ENOUGH_S", 1e9)
     (found,) = linear_stage_times(llama(Fp32(CPU)), [2])
     assert found == {"rows": 2, "apply_s": 4.0, "quantize_s": None, "matmul_s": None, "rescale_s": None}
 
