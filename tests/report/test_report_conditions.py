@@ -30,3 +30,12 @@ def test_shortened_and_overlong_requests_and_a_scaled_clock_are_said(tmp_path: P
 def test_traffic_as_it_came_needs_no_remark(tmp_path: Path) -> None:
     report = load(_run(tmp_path))
     assert ";" not in dict(conditions(report))["requests"]
+
+
+def test_an_adaptive_study_says_how_many_trials_it_took_and_by_which_rule(tmp_path: Path) -> None:
+    report = load(_run(tmp_path))
+    report.record.plan.update({"half_width": 0.03, "trials": 20})
+    said = "1 of at most 20 trials, interleaved; adaptive: 3 % on either side, 98 % intervals"
+    assert dict(conditions(report))["trials"] == said
+    report.record.plan["trials"] = 1
+    assert dict(conditions(report))["trials"].endswith("98 % intervals; stopped by the limit")

@@ -50,9 +50,21 @@ def conditions(report: Report) -> list[tuple[str, str]]:
     ]
     found = [(name, value) for name, of_arm in pairs if (value := _merged(report.arms, of_arm))]
     plan = report.plan
-    blocks = f"{plan['trials']} trials, interleaved" if plan.get("trials") else ""
-    rest = [("seed", plan.get("seed")), ("trials", blocks), ("planned", plan.get("created"))]
+    rest = [("seed", plan.get("seed")), ("trials", _blocks(report)), ("planned", plan.get("created"))]
     return found + [(name, str(value)) for name, value in rest if value not in (None, "")]
+
+
+def _blocks(report: Report) -> str:
+    """How many trials an arm has; of an adaptive study also by which rule it stopped."""
+    plan = report.plan
+    if not plan.get("trials"):
+        return ""
+    if plan.get("half_width") is None:
+        return f"{plan['trials']} trials, interleaved"
+    ran = max((len(arm.trials) for arm in report.arms), default=0)
+    rule = f"{100 * plan['half_width']:g} % on either side, 98 % intervals"
+    end = "" if ran < plan["trials"] else "; stopped by the limit"
+    return f"{ran} of at most {plan['trials']} trials, interleaved; adaptive: {rule}{end}"
 
 
 def trials_table(report: Report) -> Table:
