@@ -18,7 +18,7 @@ from harness.run_dir import KEPT, statuses
 from harness.study import Plan
 from harness.summary import TABLE_COLUMNS, table_rows
 
-WIDTH = 160  # of a table that goes to a file or a pipe
+WIDTH = 200  # of a table that goes to a file or a pipe
 
 
 def make_console() -> Console:
