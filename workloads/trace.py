@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,7 +20,10 @@ from workloads.errors import WorkloadError, one_of
 from workloads.lengths import MAX_TOKENS
 
 HASH_BLOCK_TOKENS = 512  # one entry of hash_ids stands for so many prompt tokens (Mooncake)
-MAX_LINE_CHARS = 64_000_000
+# Of a line, and of all requests: a line's characters and the prompt tokens that it asks for, all built before a run.
+MAX_LINE_CHARS, MAX_TRACE_SIZE = 1 << 25, 1 << 28
+SURROGATE = re.compile("[\ud800-\udfff]")
+SHOWN_CHARS = 40  # of a value in an error
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 FIELDS = (
     "timestamp", "arrival_s", "prompt", "prompt_token_ids", "input_length", "output_length", "max_tokens", "hash_ids",
@@ -48,9 +53,17 @@ class TraceRow:
 def read_trace(path: Path, *, limit: int | None, skip_head: int) -> list[TraceRow]:
     """Rows ``skip_head``.. of the file, at most ``limit``, by arrival (a stable sort), the first at 0 s.
 
-    Raises WorkloadError, with the line number, for the first row that cannot be replayed.
+    Raises WorkloadError, with the line number, for the first row that cannot be replayed, and for more rows than fit.
     """
-    rows = list(islice(_rows(path), skip_head, None if limit is None else skip_head + limit))
+    rows, held = [], 0
+    for row, chars in islice(_rows(path), skip_head, None if limit is None else skip_head + limit):
+        rows.append(row)
+        held += chars + (row.input_length or 0)
+        if held > MAX_TRACE_SIZE:
+            raise WorkloadError(
+                f"workload.limit={limit or 'null'}: must be below {len(rows)}: so many requests of {path} have more "
+                f"than {MAX_TRACE_SIZE} characters and prompt tokens"
+            )
     if not rows:
         raise WorkloadError(f"workload.path={path}: must hold a request after skip_head={skip_head}, has none")
     timed = [row for row in rows if row.arrival_s is not None]
@@ -74,7 +87,8 @@ def dequantise(rows: list[TraceRow], tick_s: float, rng: Generator) -> list[Trac
     return sorted(spread, key=lambda row: row.arrival_s or 0.0)
 
 
-def _rows(path: Path) -> Iterator[TraceRow]:
+def _rows(path: Path) -> Iterator[tuple[TraceRow, int]]:
+    """Each row with the length of its line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as lines:
@@ -87,10 +101,11 @@ def _rows(path: Path) -> Iterator[TraceRow]:
                     if number == 1 and text.split(",") == AZURE_HEADER:
                         azure = True
                     else:
-                        yield _azure_row(number, text) if azure else _json_row(number, text)
+                        yield _azure_row(number, text) if azure else _json_row(number, text), len(line)
                 except ValueError as error:
-                    raise WorkloadError(f"{path}, line {number}: {error}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+                    # A value that is shown may hold line breaks.
+                    raise WorkloadError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise WorkloadError(
             f"workload.path={path}: must be a readable JSONL or Azure CSV file (UTF-8, .gz or not): {reason}"
@@ -107,7 +122,7 @@ def _azure_row(line: int, text: str) -> TraceRow:
         # seven digits: more than datetime holds
         seconds += int(fraction) / 10 ** len(fraction) if fraction else 0.0
     except (ValueError, TypeError) as error:
-        raise ValueError(f"TIMESTAMP={parts[0]}: must be like 2023-11-16 18:15:46.6805900") from error
+        raise ValueError(f"TIMESTAMP={_shown(parts[0])}: must be like 2023-11-16 18:15:46.6805900") from error
     numbers = {}
     for name, value in zip(AZURE_HEADER[1:], parts[1:], strict=True):
         numbers[name] = _tokens(name, int(value) if value.strip().isdecimal() and len(value) < 20 else value)
@@ -117,13 +132,13 @@ def _azure_row(line: int, text: str) -> TraceRow:
 def _json_row(line: int, text: str) -> TraceRow:
     try:
         row = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"must be one JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ValueError("must be one JSON object")
     for key in row:
         if key not in FIELDS:
-            raise ValueError(f"{key}: not a field, must be {one_of(FIELDS, key)}")
+            raise ValueError(f"{_shown(key)}: not a field, must be {one_of(FIELDS, _shown(key))}")
     _at_most_one(row, "timestamp", "arrival_s")
     _at_most_one(row, "output_length", "max_tokens")
     prompts = _at_most_one(row, "prompt", "prompt_token_ids", "input_length")
@@ -141,20 +156,19 @@ def _json_row(line: int, text: str) -> TraceRow:
         blocks = -(-input_length // HASH_BLOCK_TOKENS)
         if len(hash_ids) != blocks:
             raise ValueError(f"hash_ids has {len(hash_ids)} blocks: must have {blocks} for input_length={input_length}")
-    prompt = _typed(row, "prompt", str)
     session = row.get("session_id")
     return TraceRow(
         line=line,
         max_tokens=_tokens(output, row[output]),
         arrival_s=_arrival(row),
-        prompt=prompt,
+        prompt=_text("prompt", _typed(row, "prompt", str)),
         prompt_token_ids=_ids(row, "prompt_token_ids"),
         input_length=input_length,
         hash_ids=hash_ids,
         seed=_seed(row),
         temperature=_temperature(row),
         ignore_eos=_typed(row, "ignore_eos", bool),
-        session_id=None if session is None else str(session),
+        session_id=_text("session_id", None if session is None else str(session)),
     )
 
 
@@ -165,15 +179,26 @@ def _at_most_one(row: dict[str, Any], *names: str) -> str | None:
     return given[0] if given else None
 
 
+def _text(name: str, value: str | None) -> str | None:
+    """JSON can write half a surrogate pair, which neither a tokenizer nor a record takes."""
+    if value is not None and SURROGATE.search(value):
+        raise ValueError(f"{name}={_shown(ascii(value))}: must be Unicode text, has a lone surrogate")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:SHOWN_CHARS]
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e15 or not math.isfinite(value):
-        raise ValueError(f"{name}={str(value)[:40]}: must be a number")
+        raise ValueError(f"{name}={_shown(value)}: must be a number")
     return float(value)
 
 
 def _tokens(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
-        raise ValueError(f"{name}={str(value)[:40]}: must be a whole number from 1 to {MAX_TOKENS}")
+        raise ValueError(f"{name}={_shown(value)}: must be a whole number from 1 to {MAX_TOKENS}")
     return value
 
 
@@ -186,7 +211,7 @@ def _arrival(row: dict[str, Any]) -> float | None:
 def _typed(row: dict[str, Any], name: str, kind: type[Any]) -> Any:
     value = row.get(name)
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}={str(value)[:40]}: must be of type {kind.__name__}")
+        raise ValueError(f"{name}={_shown(value)}: must be of type {kind.__name__}")
     return value
 
 
@@ -195,7 +220,7 @@ def _ids(row: dict[str, Any], name: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**63 for i in value):
-        raise ValueError(f"{name}={str(value)[:40]}: must be a non-empty list of whole numbers of at least 0")
+        raise ValueError(f"{name}={_shown(value)}: must be a non-empty list of whole numbers of at least 0")
     _tokens(f"length of {name}", len(value))
     return tuple(value)
 
@@ -203,7 +228,7 @@ def _ids(row: dict[str, Any], name: str) -> tuple[int, ...] | None:
 def _seed(row: dict[str, Any]) -> int | None:
     seed = row.get("seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-        raise ValueError(f"seed={str(seed)[:40]}: must be a whole number from 0 to 2**63 - 1")
+        raise ValueError(f"seed={_shown(seed)}: must be a whole number from 0 to 2**63 - 1")
     return seed
 
 

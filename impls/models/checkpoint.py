@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,28 @@ from impls.seams import ModelShape
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLES, SAMPLE_BYTES = 64, 4096
+MAX_TEXT_BYTES = 1 << 26  # config, index or tokenizer: the largest tokenizer.json known (Gemma's) has 33 MB
 
 
-def read_json(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
-    """A JSON object from a file of at most ``limit`` bytes; {} if there is no such file. ModelError if malformed."""
+def read_text(path: Path) -> str:
+    """A UTF-8 file of at most MAX_TEXT_BYTES. ModelError if it is longer, cannot be read or is none."""
     try:
-        if path.stat().st_size > limit:
-            raise ModelError(f"{path} has more than {limit} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise ModelError(f"{path} has more than {MAX_TEXT_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} if there is no such file. ModelError if malformed."""
+    if not path.exists():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise error if isinstance(error, ModelError) else ModelError(f"cannot read {path}: {error}") from error
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
     return content
@@ -57,7 +68,7 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> ModelShape:
 
     def real(key: str, source: Mapping[str, Any], default: float) -> float:
         value = source.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise ModelError(f"{where}: {key} must be a positive number, is {value!r}")
         return float(value)
 
@@ -148,7 +159,9 @@ def _layout(path: Path) -> tuple[int, dict[str, Any]]:
     """Where a file's data starts, and its header: name -> dtype, shape, data_offsets. Checked by safetensors first."""
     with _opened(path), open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return 8 + length, json.loads(file.read(length))
+        layout = json.loads(file.read(length))
+    layout.pop("__metadata__", None)  # an index may name it as if it were a tensor
+    return 8 + length, layout
 
 
 def _opened(path: Path) -> Any:

@@ -19,6 +19,8 @@ from impls.models.errors import ModelError
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4  # ggml's GGML_MAX_DIMS
+# Gemma's 262,144 tokens are a header of 10 MB; as Python values, a header takes up to 16 times its size.
+MAX_HEADER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class _Cursor:
         return ModelError(f"{self.path} is not a usable GGUF file: {reason} at byte {self.at}")
 
     def need(self, num_bytes: int, what: str) -> None:
-        if num_bytes > len(self.data) - self.at:
-            raise self.fail(f"{what} needs {num_bytes} bytes, {len(self.data) - self.at} are left")
+        left = min(len(self.data), MAX_HEADER_BYTES) - self.at
+        if num_bytes > left:
+            raise self.fail(f"{what} needs {num_bytes} bytes, {left} are left")
 
     def numbers(self, code: str, count: int, what: str) -> tuple[Any, ...]:
         layout = f"<{count}{code}"

@@ -26,6 +26,7 @@ from impls.user_cache import cache_dir
 
 FORMAT = 1  # of the converted file: raised when the conversion changes, so that old files are not read
 ROPE_FACTORS = "rope_freqs.weight"  # llama3 rope scaling, as a divisor for each frequency
+MAX_ROPE_FACTORS = 1 << 12  # half a head's size: they are read before the shape is known
 OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 INSIDE = {
     "attn_q": "self_attn.q_proj",
@@ -95,6 +96,8 @@ def _as_written(value: Any) -> Any:
 
 def _rope_scaling(header: GGUFHeader, get: Any) -> dict[str, Any] | None:
     if (factors := header.tensors.get(ROPE_FACTORS)) is not None:
+        if len(factors.shape) != 1 or factors.shape[0] > MAX_ROPE_FACTORS:
+            raise ModelError(f"{header.path}: tensor {ROPE_FACTORS} has shape {list(factors.shape)}")
         with open(header.path, "rb") as file:
             values = next(_chunks(file, factors, None))
         return {"rope_type": "factors", "factors": [float(value) for value in values]}

@@ -12,6 +12,7 @@ from impls.models.errors import ModelError
 from impls.models.tokenizer import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+MAX_TOKEN_CHARS = 1 << 12  # cutting a token in two at every place takes the square of this
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,6 +43,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer | None, 
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         return None, "the file holds no tokenizer"
+    for token in tokens:
+        if not isinstance(token, str) or len(token) > MAX_TOKEN_CHARS:
+            raise ModelError(f"the tokenizer in this GGUF file is damaged: a token is {str(token)[:40]!r}...")
     if kind == "gpt2":
         pre = str(metadata.get("tokenizer.ggml.pre", "default"))
         if pre not in PRE_TOKENIZERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
 
 def _number(scaling: Mapping[str, Any], key: str) -> float:
     value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ModelError(f"rope scaling {scaling.get('rope_type')!r} needs a positive number {key!r}, has {value!r}")
     return float(value)
 

@@ -13,16 +13,20 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from impls.models.checkpoint import read_json
+from impls.models.checkpoint import read_json, read_text
 from impls.models.errors import ModelError
+
+# What a template that puts the date into its prompt is told: the day's own would make every day's traffic another.
+TODAY = datetime(2024, 7, 26)  # the date that Llama 3's template falls back to
 
 
 class Tokenizer:
     """A thin face of a `tokenizers` tokenizer: plain ints for ids, and the chat template in a sandbox."""
 
     def __init__(
-        self, fast: FastTokenizer, *, bos: str | None = None, eos: str | None = None, chat_template: str | None = None
+        self, fast: FastTokenizer, *, bos: str | None = None, eos: str | None = None, chat_template: Any = None
     ) -> None:
+        """``chat_template``: as the file has it; what is no text is refused when it is used."""
         self._fast, self._bos, self._eos, self._template = fast, bos, eos, chat_template
 
     @property
@@ -56,10 +60,12 @@ class Tokenizer:
         """Token ids of a conversation of {"role", "content"}. ModelError if the model has no template or refuses it."""
         if self._template is None:
             raise ModelError("this model has no chat template: use workload prompts without a chat format")
+        if not isinstance(self._template, str):
+            raise ModelError(f"the model's chat template is {type(self._template).__name__}, not a text")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = TODAY.strftime
         try:
             text = environment.from_string(self._template).render(
                 messages=[dict(message) for message in messages],
@@ -67,7 +73,7 @@ class Tokenizer:
                 bos_token=self._bos or "",
                 eos_token=self._eos or "",
             )
-        except TemplateError as error:
+        except Exception as error:  # the file's own code, which may do whatever the sandbox lets it
             raise ModelError(f"the model's chat template refuses this conversation: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
@@ -81,15 +87,17 @@ def tokenizer_from_directory(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
+    text = read_text(path)
     try:
-        fast = FastTokenizer.from_file(str(path))
+        fast = FastTokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception for everything
         raise ModelError(f"cannot read {path}: {error}") from error
     config = read_json(folder / "tokenizer_config.json")
     template_file = folder / "chat_template.jinja"
-    template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+    template = read_text(template_file) if template_file.is_file() else config.get("chat_template")
     if isinstance(template, list):  # several named templates: the one for plain chat
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return Tokenizer(
         fast, bos=_text(config.get("bos_token")), eos=_text(config.get("eos_token")), chat_template=template
     )
