@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
 from harness.console import Reporter
+from harness.errors import BadInput, one_line
 from harness.isolate import Ending, run_inline, run_isolated
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, write_trial
@@ -30,8 +32,17 @@ class RunOne(Protocol):
 
 
 def hydra_job(config: DictConfig) -> None:
-    """What Hydra's launcher runs, here or on another machine: ``config`` names the run's folder and the block."""
-    run_block(Path(config.run_dir), int(config.block))
+    """What Hydra's launcher runs, here or on another machine: ``config`` names the run's folder and the block.
+
+    Where not even a failure can be recorded (a full disk), one line and exit status 1: Hydra would go on with the next
+    block, then print its stack.
+    """
+    try:
+        run_block(Path(config.run_dir), int(config.block))
+    except (BadInput, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {one_line(str(error))}; resume with: python -m harness run_dir={config.run_dir}")
 
 
 def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,52 @@ from filelock import FileLock, Timeout
 
 from harness.adaptive import METRIC, MIN_TRIALS, needs_more
 from harness.compose import parse
-from harness.errors import BadInput
-from harness.records import RecordError, decode_numbers, read_json, write_json
+from harness.errors import BadInput, one_line
+from harness.plan import NAME
+from harness.records import RecordError, decode_numbers, read_json, read_trial, write_json
 from harness.study import Plan, compose_study, plan_study, planned_configs
 
 RUNS = Path("results") / "runs"
 PLAN_FILE = "study.json"
 LOCK_FILE = ".lock"
 KEPT = ("ok", "not_run")  # what a resumed study does not run again
+PLAN_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("study", "command", "baseline", "isolation"), str),
+    **{"overrides": list, "seed": int, "stall_s": int | float, "arms": dict, "order": list},
+}
+ARM_FIELDS: dict[str, Any] = {"overrides": list, "versus": str | None, "trials": int, "reasons": list, "config": dict}
 
 
 @contextmanager
 def open_run(overrides: Sequence[str]) -> Iterator[tuple[Path, Plan]]:
-    """The run's folder, its plan written, held by this process alone. `run_dir=` with a plan in it resumes it."""
+    """The run's folder, its plan written, held by this process alone. `run_dir=` with a plan in it resumes it.
+
+    BadInput as well for whatever cannot be written there, now or by the caller: a full disk, say.
+    """
     wanted = [o for o in parse(overrides) if o.key_or_group == "run_dir"]
     value = wanted[-1].value() if wanted else None
     if value is not None and not isinstance(value, str):
-        raise BadInput(f"run_dir={value}: must be a folder's path")
-    run_dir = Path(value).absolute() if value else None
+        raise BadInput(f"{wanted[-1].input_line}: must be one folder's path; for example run_dir={RUNS / 'mine'}")
     given = [o for o in overrides if o not in {w.input_line for w in wanted}]
+    try:
+        with _opened(value, given) as opened:
+            yield opened
+    except OSError as error:
+        raise BadInput(
+            f"run_dir={value or RUNS}: {one_line(str(error))}; allowed: a folder that can be written; what is "
+            "recorded there is kept"
+        ) from error
+
+
+@contextmanager
+def _opened(value: str | None, given: Sequence[str]) -> Iterator[tuple[Path, Plan]]:
+    """``value``: of run_dir; ``given``: all other options."""
+    run_dir = Path(value).absolute() if value else None
     if run_dir is not None and (run_dir / PLAN_FILE).is_file():
         with _held(run_dir):
-            yield run_dir, _recorded_plan(run_dir, given)
+            plan = _recorded_plan(run_dir, given)
+            _check_records(run_dir, plan)
+            yield run_dir, plan
         return
     plan = plan_study(given)
     if run_dir is None:
@@ -51,11 +75,29 @@ def open_run(overrides: Sequence[str]) -> Iterator[tuple[Path, Plan]]:
 
 
 def read_plan(run_dir: Path) -> Plan:
-    """BadInput, naming the file, if it is not a plan."""
+    """BadInput, naming the file, if it is not a plan: its arms are folders that a run replaces."""
+    path = run_dir / PLAN_FILE
     try:
-        return read_json(run_dir / PLAN_FILE)
+        plan = read_json(path)
     except RecordError as error:
         raise BadInput(str(error)) from error
+    _expect(plan, PLAN_FIELDS, f"{path}: ")
+    for name, arm in plan["arms"].items():
+        if not NAME.fullmatch(name):
+            raise BadInput(f"{path}: arms.{name}: is no arm's name")
+        _expect(arm, ARM_FIELDS, f"{path}: arms.{name}.")
+        _expect(arm["config"].get("kv_cache"), {"budget_bytes": int}, f"{path}: arms.{name}.config.kv_cache.")
+    for block in plan["order"]:
+        if not isinstance(block, list) or not all(isinstance(arm, str) and arm in plan["arms"] for arm in block):
+            raise BadInput(f"{path}: order: must be lists of the plan's arms")
+    return plan
+
+
+def _expect(found: Any, fields: Mapping[str, Any], where: str) -> None:
+    for name, kind in fields.items():
+        value = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(value, kind):
+            raise BadInput(f"{where}{name}: is {type(value).__name__}, must be {getattr(kind, '__name__', kind)}")
 
 
 def recorded_status(run_dir: Path, arm: str, trial: int) -> str | None:
@@ -118,6 +160,17 @@ def _recorded_plan(run_dir: Path, given: Sequence[str]) -> Plan:
         )
     planned_configs(plan)
     return plan
+
+
+def _check_records(run_dir: Path, plan: Plan) -> None:
+    """BadInput for a record that is there and that this version cannot read whole: it is not ours to throw away."""
+    for folder in (run_dir / arm / str(trial) for trial, arms in enumerate(plan["order"]) for arm in arms):
+        if not (folder / "run.json").exists():
+            continue
+        try:
+            read_trial(folder)
+        except RecordError as error:
+            raise BadInput(f"{error}; remove {folder} to measure it again") from error
 
 
 def _agrees(recorded: Sequence[str], option: str) -> bool:

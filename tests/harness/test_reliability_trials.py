@@ -1,0 +1,143 @@
+"""What befalls one trial fails that trial, in one line; the study goes on, and a resumed one makes up for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from real_study import COMMAND, leftovers
+from reliability_bodies import DISK_BYTES, hang_in_static, suffer
+
+from harness.__main__ import main
+from harness.block import run_block
+from harness.child import measure
+from harness.isolate import run_isolated
+from harness.records import read_run, read_trial
+from harness.run_dir import pending_blocks, read_plan
+from harness.warm_up import process_age_s
+
+ARM = [option for option in COMMAND if not option.startswith(("batching=", "kv_cache.budget=", "study.trials="))]
+BUDGETS = {"memory": "256MiB", "disk": "2048tokens", "clock": "2048tokens", "well": "2048tokens"}
+SPECS = [f'{arm}:{{set:["kv_cache.budget={budget}"]}}' for arm, budget in BUDGETS.items()]
+ARMS = f"study.arms={{{','.join(SPECS)}}}"
+
+
+def blocks(target: Any) -> Callable[[Path, Any], None]:
+    def launch(run_dir: Path, overrides: Any) -> None:
+        for block in pending_blocks(run_dir, read_plan(run_dir)):
+            run_block(run_dir, block, run_one=partial(run_isolated, target=target))
+
+    return launch
+
+
+def run(folder: Path, target: Any, *arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))  # not behind what is measured on this machine
+        return main([*arguments, f"run_dir={folder / 'run'}"], launch=blocks(target), finish=lambda run_dir, plan: [])
+
+
+@pytest.fixture(scope="module")
+def suffered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of which one arm has too little memory, one a full disk, one a clock that jumps."""
+    folder = tmp_path_factory.mktemp("t")
+    assert run(folder, suffer, *ARM, ARMS) == 1
+    return folder
+
+
+def test_a_trial_that_runs_out_of_memory_fails_alone(suffered: Path) -> None:
+    failed = read_trial(suffered / "run/memory/0").run
+    (reason,) = failed["reasons"]
+    assert failed["status"] == "failed" and "memory" in reason and "\n" not in reason
+    assert read_trial(suffered / "run/well/0").run["status"] == "ok"
+
+
+def test_a_full_disk_fails_the_trial_and_leaves_nothing_half_written(suffered: Path) -> None:
+    failed = read_trial(suffered / "run/disk/0")
+    (reason,) = failed.run["reasons"]
+    assert failed.run["status"] == "failed" and "File too large" in reason and "\n" not in reason
+    assert failed.requests.empty and failed.steps.empty and failed.run["metrics"] == {}
+    assert leftovers(suffered / "run") == []
+    assert max(path.stat().st_size for path in (suffered / "run/well/0").iterdir()) > DISK_BYTES
+
+
+def test_no_recorded_duration_follows_a_wall_clock_that_jumps(suffered: Path) -> None:
+    record = read_trial(suffered / "run/clock/0")
+    assert record.run["status"] == "ok"
+    assert 0 < record.run["metrics"]["startup_s"] < 60
+    assert 0 <= record.run["window"]["start_s"] < record.run["window"]["end_s"] < 60
+    for frame in (record.requests, record.steps, record.telemetry):
+        times = frame[[name for name in frame if name.endswith("_s") and name != "emission_times_s"]]
+        assert (times.isna() | ((times >= 0) & (times < 60))).all(axis=None)
+    assert all(0 <= t < 60 for times in record.requests["emission_times_s"] for t in times)
+
+
+def test_a_resumed_study_makes_up_for_what_failed(suffered: Path, tmp_path: Path) -> None:
+    shutil.copytree(suffered / "run", tmp_path / "run")
+    assert run(tmp_path, measure) == 0
+    record = read_run(tmp_path / "run")
+    assert [(t.run["arm"], t.run["status"]) for t in record.trials] == [(arm, "ok") for arm in record.plan["arms"]]
+    for kept in ("clock/0/run.json", "well/0/run.json"):
+        assert (tmp_path / "run" / kept).read_bytes() == (suffered / "run" / kept).read_bytes()
+
+
+def test_a_trial_that_hangs_is_recorded_and_the_study_goes_on(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert run(tmp_path, hang_in_static, *ARM, "batching=static,continuous", "study.stall_s=1") == 1
+    hung, next_one = (read_trial(tmp_path / f"run/{arm}/0").run for arm in ("static", "continuous"))
+    assert hung["status"] == "failed"
+    assert hung["reasons"] == ["hang: no step for 1 s (study.stall_s) while measuring, after 3 steps; killed"]
+    assert next_one["status"] == "ok" and time.monotonic() - began < 30
+
+
+def test_a_request_that_can_never_fit_is_rejected_and_the_others_go_on(tmp_path: Path) -> None:
+    """One is longer than the model's length, one than the whole cache (128 tokens in FP32)."""
+    trace = tmp_path / "trace.jsonl"
+    lengths = [(8, 4), (300, 4), (200, 4), (9, 4)]
+    trace.write_text("\n".join(json.dumps({"input_length": i, "output_length": o}) for i, o in lengths))
+    traffic = ["workload=trace", f"workload.path={trace}", "isolation=inline"]
+    given = [option for option in ARM if not option.startswith("workload")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        launch = lambda run_dir, overrides: run_block(run_dir, 0)  # noqa: E731
+        command = [*given, *traffic, "kv_cache.budget=256tokens", f"run_dir={tmp_path / 'run'}"]
+        assert main(command, launch=launch, finish=lambda run_dir, plan: []) == 0
+    record = read_trial(tmp_path / "run/single/0")
+    assert record.run["status"] == "ok" and record.run["metrics"]["n_rejected"] == 2
+    assert list(record.requests["finish_reason"]) == ["length", "rejected", "rejected", "length"]
+    too_long, too_large = record.requests["error"][1:3]
+    assert too_long.endswith("= 304 tokens, max_model_len is 256")
+    assert too_large.endswith("= 204 tokens, the whole KV cache holds 128")
+    assert list(record.requests["output_tokens"]) == [4, 0, 0, 4]
+
+
+def test_the_age_of_a_process_is_told_by_no_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_wall_clock = time.time() - psutil.Process().create_time()
+    assert process_age_s() == pytest.approx(by_wall_clock, abs=1.0)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert process_age_s() == pytest.approx(by_wall_clock, abs=2.0)
+
+
+def test_the_wall_clock_tells_start_times_and_nothing_else() -> None:
+    """A new use of it has to be looked at, and written down here."""
+    root = Path(__file__).parents[2]
+    wall = ("time.time()", "time_ns()", "datetime.now(", "datetime.utcnow(", ".today()")
+    found = {
+        f"{path.relative_to(root)}": count
+        for room in ("harness", "impls", "workloads", "hydra_plugins")
+        for path in sorted((root / room).rglob("*.py"))
+        if (count := sum(path.read_text("utf-8").count(call) for call in wall))
+    }
+    assert found == {
+        "harness/provenance.py": 1,  # a trial's start time
+        "harness/run_dir.py": 1,  # a run folder's name
+        "harness/study.py": 1,  # a plan's start time
+        "harness/warm_up.py": 1,  # a process's age, on systems that tell its start by the wall clock alone
+    }
