@@ -13,10 +13,14 @@ from markupsafe import Markup
 
 from harness.report.charts import (
     decode_step,
+    gantt,
     kv_memory,
     latency,
     linear_layers,
+    load,
+    precision,
     provenance,
+    roofline,
     slots,
     speculation,
     speedup,
@@ -25,7 +29,10 @@ from harness.report.charts import (
     tradeoff,
     verdict,
 )
+from harness.report.compare import browser_data
+from harness.report.compare_filter import tagged
 from harness.report.data import Report
+from harness.report.parts import Chart
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -46,16 +53,11 @@ def render(report: Report) -> str:
         command=report.plan.get("command"),
         conditions=provenance.conditions(report),
         rows=verdict.rows(report),
+        trials=browser_data(report),
         metrics_table=verdict.metrics_table(report),
         notices=provenance.notices(report),
-        signature=[slots.chart(report), kv_memory.chart(report)],
-        sections=[
-            ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
-            ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report)]),
-            ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
-            ("Speculation", [speculation.chart(report), speedup.chart(report)]),
-            ("Machine", [telemetry.chart(report)]),
-        ],
+        signature=[tagged(chart, report.arms) for chart in (slots.chart(report), kv_memory.chart(report))],
+        sections=[(title, [tagged(chart, report.arms) for chart in charts]) for title, charts in sections(report)],
         details=[
             ("Trials", provenance.trials_table(report)),
             ("Equivalence of the arms' tokens", provenance.equivalence_table(report)),
@@ -63,9 +65,23 @@ def render(report: Report) -> str:
             ("Settings", provenance.settings_table(report)),
         ],
         style=asset("report.css"),
-        script=asset("report.js"),
+        script=asset("report.js") + asset("compare.js"),
         plotly=plotly_base64(),
     )
+
+
+def sections(report: Report) -> list[tuple[str, list[Chart]]]:
+    """What follows the first screen. Load stands there only where arrival rates were swept."""
+    swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
+    return [
+        *swept,
+        ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
+        ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report)]),
+        ("Against the machine", [roofline.chart(report), precision.chart(report)]),
+        ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
+        ("Speculation", [speculation.chart(report), speedup.chart(report)]),
+        ("Requests and machine", [gantt.chart(report), telemetry.chart(report)]),
+    ]
 
 
 def asset(name: str) -> Markup:

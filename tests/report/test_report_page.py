@@ -32,8 +32,11 @@ CHARTS = {
     "speculation",
     "speedup",
     "telemetry",
+    "roofline",
+    "precision",
+    "gantt",
 }
-OF_SOME_ARMS = {"speculation", "speedup", "linear"}  # those that draft, those that quantise
+OF_SOME_ARMS = {"speculation", "speedup", "linear", "precision"}  # those that draft, those that quantise
 MOST_BYTES = 5_000_000
 
 
@@ -122,7 +125,7 @@ def test_hostile_names_stay_text(hostile: Path) -> None:
     page = Page(hostile / "report.html")
     assert [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes] == []
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert len(scripts) == len(page.specs) + 2  # plotly.js packed, and ours
+    assert len(scripts) == len(page.specs) + 3  # plotly.js packed, the trials' values, and ours
     assert "alert(1)</script>" not in raw
     assert page.text.count(HOSTILE) >= 5
     from_records = [text for spec in page.specs.values() for text in strings(spec) if "alert" in text]
@@ -149,7 +152,7 @@ def test_many_arms_stay_small(tmp_path: Path) -> None:
     plans = [ArmPlan(f"arm-{i}", max_num_seqs=4, versus="arm-0" if i else None, drafts=i % 2) for i in range(40)]
     write_run(tmp_path, plans, trials=1, num_requests=4, study="grid")
     page = Page(build(tmp_path))
-    assert set(page.specs) == CHARTS - {"linear"}
+    assert set(page.specs) == CHARTS - {"linear", "precision"}
     assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     assert "the first 12 of 40 arms" in page.text and "the first 12 of 20 arms" in page.text
     looks = {(t["line"]["color"], t["line"]["dash"]) for t in page.specs["ttft"]["data"][:20]}

@@ -1,11 +1,12 @@
 "use strict";
-// Draws the page's charts as they come near, in the theme of the moment. Figures name colours as "@name": the CSS
-// variable of that name, so that page and charts have one palette.
-(() => {
+// Draws the page's charts as they come near, in the theme of the moment, without the arms that are filtered out.
+// Figures name colours as "@name": the CSS variable of that name, so that page and charts have one palette.
+const figures = (() => {
   const root = document.documentElement;
   const charts = [...document.querySelectorAll(".chart")];
   const config = { responsive: true, displaylogo: false, displayModeBar: "hover", showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
   const drawn = new Set();
+  let hidden = new Set(); // indices of arms
 
   const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
 
@@ -33,6 +34,70 @@
     };
   }
 
+  // --- filtering: `meta`, written by compare_filter.py, says whose a figure's parts are -------------------------------
+
+  const shown = (arms) => !arms?.length || arms.some((arm) => !hidden.has(arm)); // nobody's: always
+
+  // Every list of that length keeps these places only.
+  function take(node, length, kept) {
+    if (Array.isArray(node)) return node.length === length ? kept.map((i) => node[i]) : node;
+    if (node && typeof node === "object")
+      return Object.fromEntries(Object.entries(node).map(([name, item]) => [name, take(item, length, kept)]));
+    return node;
+  }
+
+  const places = (owners) => owners.flatMap((arms, i) => (shown(arms) ? [i] : []));
+
+  function keepRows(data, layout, { rows, row_px }) {
+    const kept = places(rows), { yaxis } = layout, numbers = kept.map((_, i) => i);
+    return {
+      data: kept.length ? data.map((trace) => ({ ...take(trace, rows.length, kept), y: numbers })) : [],
+      layout: {
+        ...layout, height: layout.height - row_px * (rows.length - kept.length),
+        yaxis: { ...yaxis, tickvals: numbers, ticktext: kept.map((i) => yaxis.ticktext[i]), range: [kept.length - 0.5, -0.5] },
+      },
+    };
+  }
+
+  // Panels lie above one another; what is left moves up by the height of those that went.
+  function keepPanels(data, layout, panels) {
+    const axis = (i) => "y" + (i ? i + 1 : ""), key = (i) => axis(i).replace("y", "yaxis");
+    const inner = layout.height - layout.margin.t - layout.margin.b, kept = places(panels);
+    const ends = panels.map((_, i) => layout[key(i)].domain[0] * inner);
+    const heights = ends.map((end, i) => (i ? ends[i - 1] : inner) - end);
+    const lost = heights.reduce((total, height, i) => total + (kept.includes(i) ? 0 : height), 0), left = inner - lost;
+    const axes = kept.map(axis), moved = { ...layout, height: layout.height - lost, annotations: [] };
+    let above = 0;
+    panels.forEach((_, i) => {
+      if (!kept.includes(i)) {
+        above += heights[i];
+        delete moved[key(i)];
+        return;
+      }
+      const place = (share) => Math.min(1, Math.max(0, (share * inner - lost + above) / left));
+      moved[key(i)] = { ...layout[key(i)], domain: layout[key(i)].domain.map(place) };
+      moved.annotations.push({ ...layout.annotations[i], y: place(layout.annotations[i].y) });
+    });
+    if (layout.shapes) moved.shapes = layout.shapes.filter((shape) => axes.includes(shape.yref));
+    if (axes.length) moved.xaxis = { ...layout.xaxis, anchor: axes[axes.length - 1] };
+    return { data: data.filter((trace) => axes.includes(trace.yaxis || "y")), layout: moved };
+  }
+
+  // What is left of a figure; null if nothing is. Plotly never sees `meta`, which it would read as a template's source.
+  function filtered({ data, layout: { meta = {}, ...layout } }) {
+    if (hidden.size) {
+      if (meta.arrows) layout.annotations = layout.annotations.filter((_, i) => meta.arrows[i].every((arms) => shown(arms)));
+      if (meta.rows) ({ data, layout } = keepRows(data, layout, meta));
+      if (meta.panels) ({ data, layout } = keepPanels(data, layout, meta.panels));
+      data = data.filter((trace) => shown(trace.meta?.arms)).map((trace) => {
+        const points = trace.meta?.points;
+        return points ? take(trace, points.length, places(points.map((arm) => [arm]))) : trace;
+      });
+      if (!data.some((trace) => trace.x.length)) return null;
+    }
+    return { data: data.map(({ meta: _, ...trace }) => trace), layout };
+  }
+
   function problem(error) {
     const box = document.getElementById("problem");
     box.hidden = false;
@@ -54,11 +119,15 @@
   async function draw(chart) {
     library = library || unpack();
     await library;
-    const spec = painted(JSON.parse(document.getElementById(chart.id.replace("chart-", "spec-")).textContent));
-    if (!drawn.has(chart)) chart.textContent = "";
-    await Plotly.react(chart, spec.data, { ...spec.layout, template: template() }, config);
+    const spec = filtered(painted(JSON.parse(document.getElementById(chart.id.replace("chart-", "spec-")).textContent)));
+    chart.closest("figure").hidden = spec === null;
+    chart.querySelector(".pending")?.remove();
     drawn.add(chart);
-    chart.dataset.drawn = String(spec.data.length);
+    if (spec) {
+      chart.style.height = spec.layout.height + "px";
+      await Plotly.react(chart, spec.data, { ...spec.layout, template: template() }, config);
+    }
+    chart.dataset.drawn = String(spec ? spec.data.length : 0);
     root.dataset.drawn = String(drawn.size);
   }
 
@@ -80,4 +149,11 @@
   });
   dark.addEventListener("change", redraw);
   addEventListener("beforeprint", () => attempt(charts.filter((chart) => !drawn.has(chart))));
+
+  return {
+    show(without) {
+      hidden = without;
+      return redraw();
+    },
+  };
 })();

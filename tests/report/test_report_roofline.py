@@ -1,0 +1,160 @@
+"""Roofline, precision and the requests' lives: figures worked out by hand from records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from simulated_run import LADDER, ArmPlan, write_measured, write_plan, write_run
+
+from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, TrialRecord, empty_frame, frame
+from harness.report.charts import gantt, precision, roofline
+from harness.report.charts.gantt import request_lives
+from harness.report.charts.precision import families
+from harness.report.charts.roofline import Roof, pooled, step_work
+from harness.report.data import Report, load
+
+LIMITS = {"flops_per_s": 100e9, "bytes_per_s": 20e9, "source": "measured"}
+FLOPS, BYTES = 1e9, 2.7e8  # of every step of the scripted engine
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Two arms whose machine's limits are known, and one whose speed is emulated."""
+    run_dir = tmp_path_factory.mktemp("limited")
+    plans = (LADDER[2], ArmPlan("int8", precision="int8", speed=0.8), LADDER[5])
+    write_plan(run_dir, plans, 2, 6)
+    for plan in plans:
+        for trial in range(2):
+            faster = 2 if plan.precision == "int8" else 1
+            limits = {**LIMITS, "flops_per_s": faster * LIMITS["flops_per_s"]}
+            write_measured(run_dir, "ladder", plan, trial, 6, limits=limits)
+    return load(run_dir)
+
+
+# --- roofline ---------------------------------------------------------------------------------------------------------
+
+
+def steps_of(rows: list[tuple[int, int, float | None, float | None, float]]) -> TrialRecord:
+    """Steps by (prefill tokens, decode tokens, FLOPs, bytes, seconds), one after the other."""
+    columns: dict[str, list[object]] = {name: [None] * len(rows) for name in STEP_SCHEMA.names}
+    ends = np.cumsum([row[4] for row in rows]).tolist()
+    columns |= {"start_s": [0.0, *ends[:-1]], "end_s": ends, "slot_request_ids": [[] for _ in rows]}
+    for i, name in enumerate(("prefill_tokens", "decode_tokens", "flops", "bytes")):
+        columns[name] = [row[i] for row in rows]
+    frames = (empty_frame(REQUEST_SCHEMA), frame(columns, STEP_SCHEMA), empty_frame(TELEMETRY_SCHEMA))
+    return TrialRecord(Path("x"), {}, *frames)
+
+
+def test_steps_are_told_apart_by_whether_they_prefill_and_unknown_ones_are_left_out() -> None:
+    trial = steps_of(
+        [(64, 3, 8e9, 2e9, 0.5), (0, 4, 1e9, 1e9, 0.1), (0, 4, 3e9, 1e9, 0.3), (0, 4, None, 1e9, 9.0), (0, 0, 1, 1, 9)]
+    )
+    work = step_work(trial)
+    assert work["prefill"].intensity == 4.0 and work["prefill"].flops_per_s == pytest.approx(16e9)
+    assert work["decode"].intensity == 2.0 and work["decode"].flops_per_s == pytest.approx(10e9)  # 4e9 in 0.4 s
+    assert step_work(steps_of([(0, 4, None, None, 1.0)])) == {}
+    twice = pooled([trial, trial])
+    assert len(twice["decode"].flops) == 4 and twice["decode"].intensity == 2.0
+
+
+def test_a_roof_rises_with_the_memory_up_to_the_arithmetic() -> None:
+    roof = Roof(100e9, 20e9, "measured")
+    assert (roof.at(1), roof.at(5), roof.at(50), roof.ridge) == (20e9, 100e9, 100e9, 5.0)
+
+
+def test_points_and_roofs_are_those_of_the_records(limited: Report) -> None:
+    found = roofline.chart(limited)
+    large = [t for t in found.traces if t["mode"] == "markers" and "opacity" not in t]
+    assert [t["name"] for t in large] == ["paged", "paged", "int8", "int8"]  # prefill and decode; none emulated
+    assert {x for t in large for x in t["x"]} == {round(FLOPS / BYTES, 5)}
+    steps = limited.arms[0].ok[0].steps, limited.arms[0].ok[1].steps
+    decode = [s[(s["prefill_tokens"] == 0) & (s["decode_tokens"] > 0)] for s in steps]
+    count, seconds = sum(map(len, decode)), sum((s["end_s"] - s["start_s"]).sum() for s in decode)
+    assert large[1]["y"] == [pytest.approx(count * FLOPS / seconds * 1e-9, abs=1e-5)]
+    roofs = {t["name"]: t for t in found.traces if t["mode"] == "lines+text"}
+    assert set(roofs) == {"bf16: 100 GFLOP/s, measured", "int8: 200 GFLOP/s, measured"}
+    for peak, line in zip((100, 200), roofs.values(), strict=True):
+        assert line["y"] == pytest.approx([min(peak, 20 * x) for x in line["x"]], rel=1e-3)  # 20 GB/s up to the peak
+    assert "Speed emulated, so not drawn: fp8" in found.note
+    row = dict(zip(found.table.columns, [cell.text for cell in found.table.rows[1]], strict=True))
+    assert (row["arm"], row["steps"], row["steps (n)"], row["bound by"]) == ("paged", "decode", str(count), "memory")
+    assert row["roof there (GFLOP/s)"] == f"{20 * FLOPS / BYTES:.1f}"
+    assert row["of the roof"] == f"{100 * (count * FLOPS / seconds) / (20e9 * FLOPS / BYTES):.1f} %"
+
+
+def test_without_limits_there_are_points_and_no_roof(ladder: Path) -> None:
+    found = roofline.chart(load(ladder))
+    assert {t["mode"] for t in found.traces} == {"markers"} and "No roof" in found.note
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_precision_is_compared_where_nothing_else_differs(ladder: Path) -> None:
+    report = load(ladder)
+    assert [[arm.name for arm in family] for family in families(report.arms)] == [["paged", "int8", "fp8"]]
+    found = precision.chart(report)
+    medians = {t["name"]: t for t in found.traces if t["mode"] == "markers+text"}
+    assert [t["text"] for t in medians.values()] == [["bf16"], ["int8"], ["fp8 (emulated)"]]
+    for arm in report.arms[3:]:
+        if arm.name in medians:
+            assert medians[arm.name]["y"] == [pytest.approx(arm.metrics["output_tokens_per_s"], abs=1e-5)]
+            assert medians[arm.name]["x"] == [325.0]
+    assert medians["fp8"]["marker"]["symbol"].endswith("-open") and "fp8" in found.note
+    assert not medians["int8"]["marker"]["symbol"].endswith("-open")
+
+
+def test_one_precision_is_nothing_to_compare(tmp_path: Path) -> None:
+    found = precision.chart(load(write_run(tmp_path, LADDER[:3], trials=1, num_requests=4)))
+    assert not found.traces and "precision alone" in found.empty
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_life_is_waiting_prefill_and_decoding(ladder: Path) -> None:
+    trial = load(ladder).arms[0].ok[0]
+    lives = request_lives(trial)
+    table = pq.read_table(trial.path / "requests.parquet").to_pandas().set_index("request_id")
+    assert len(lives.request_ids) == len(table) == 48
+    for row, request_id in enumerate(lives.request_ids):
+        request = table.loc[request_id]
+        spans = {phase: (lives.starts[phase][row], lives.ends[phase][row]) for phase in gantt.PHASES}
+        assert spans["queueing"] == (request["intended_s"], request["scheduled_s"])
+        assert spans["prefill"] == (request["scheduled_s"], request["first_token_s"])
+        assert spans["decode"] == (request["first_token_s"], request["finished_s"])
+
+
+def test_what_never_came_further_stays_in_its_last_phase() -> None:
+    columns: dict[str, list[object]] = {name: [None] * 4 for name in REQUEST_SCHEMA.names}
+    columns |= {"request_id": ["late", "hung", "cut", "refused"], "intended_s": [3.0, 1.0, 2.0, 0.0]}
+    columns |= {"scheduled_s": [None, 1.5, 2.5, None], "first_token_s": [None, None, 3.5, None]}
+    columns |= {"finished_s": [5.0, None, 4.5, 0.0]}
+    columns |= {"finish_reason": ["error", None, "error", "rejected"]}
+    steps = steps_of([(0, 1, 1, 1, 10.0)]).steps
+    trial = TrialRecord(Path("x"), {}, frame(columns, REQUEST_SCHEMA), steps, empty_frame(TELEMETRY_SCHEMA))
+    lives = request_lives(trial)
+    assert lives.request_ids == ["refused", "hung", "cut", "late"]
+    drawn = {
+        phase: [
+            (start, end) if end > start else None
+            for start, end in zip(lives.starts[phase].tolist(), lives.ends[phase].tolist(), strict=True)
+        ]
+        for phase in gantt.PHASES
+    }
+    assert drawn == {
+        "queueing": [None, (1.0, 1.5), (2.0, 2.5), (3.0, 5.0)],
+        "prefill": [None, (1.5, 10.0), (2.5, 3.5), None],
+        "decode": [None, None, (3.5, 4.5), None],
+    }
+
+
+def test_each_arm_has_a_panel_of_its_requests(ladder: Path) -> None:
+    report = load(ladder)
+    found = gantt.chart(report)
+    assert len(found.layout["annotations"]) == len(report.arms)
+    bars = sum(len(t["y"]) for t in found.traces if t["name"] == "decoding")
+    assert 0 < bars <= 48 * len(report.arms) and f"{48 * len(report.arms)} requests" in found.note
