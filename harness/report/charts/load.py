@@ -65,8 +65,8 @@ PANELS = (
         "1/s",
         1.0,
         (
-            Line("goodput_per_s", "good: every SLO met", "solid", "circle"),
-            Line("requests_per_s", "finished in the window", "dash", "square"),
+            Line("goodput_per_s", "good: every SLO met", "solid", "triangle-up"),
+            Line("requests_per_s", "finished in the window", "dash", "cross"),
         ),
     ),
 )
