@@ -21,6 +21,7 @@ AT_LEAST_ONE = {
 }
 ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv", "half_width"}
 AT_MOST_ONE = {"share", "top_p", "acceptance_rate"}
+AT_MOST = {"trials": 10_000, "max_trials": 10_000}  # every block is planned, and written down, before the first
 ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
 CHOICES = {"isolation": ("process", "inline")}
 # Read by the harness before an option is constructed, so no constructor knows them.
@@ -89,6 +90,8 @@ def _check_number(key: str, value: float) -> None:
         raise BadInput(f"{key}={value}: must be above 0; for example 1")
     if name in AT_MOST_ONE and value > 1:
         raise BadInput(f"{key}={value}: must lie within 0 and 1; nearest: 1")
+    if name in AT_MOST and value > AT_MOST[name]:
+        raise BadInput(f"{key}={value}: must be at most {AT_MOST[name]}; nearest: {AT_MOST[name]}")
     if value < 0 and name not in ANY_SIGN:
         raise BadInput(f"{key}={value}: must not be negative; nearest: 0")
 

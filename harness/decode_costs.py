@@ -43,7 +43,8 @@ def decode_costs(engine: Engine, requests: Seq[Request], tick: Tick) -> list[Rec
     """
     assert engine.proposer is not None
     drafts = engine.proposer.num_draft_tokens
-    longest = (STEPS + 1) * (drafts + 2)
+    room = engine.max_model_len - max(len(request.prompt_token_ids) for request in requests)
+    longest = min((STEPS + 1) * (drafts + 2), room)
     longer = [replace(r, sampling=replace(r.sampling, max_tokens=longest)) for r in requests]
     seconds: dict[tuple[int, int], list[float]] = {}
     proposer = engine.proposer

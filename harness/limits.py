@@ -154,7 +154,7 @@ def memory_free_bytes(device: str) -> int:
 
 @cache
 def _cuda_memory() -> tuple[int, int]:
-    """(free, total), asked elsewhere: a GPU context of the study's own would lie beside every trial, half a GB of it."""
+    """(free, total), asked elsewhere: a GPU context of this process would lie beside every trial, half a GB of it."""
     free, total = in_another_process(torch.cuda.mem_get_info)
     return int(free), int(total)
 

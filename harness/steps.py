@@ -9,7 +9,6 @@ from impls.engine import Engine
 from impls.request import Request
 from impls.seams import StepStats
 
-
 Tick = Callable[[], None]
 
 

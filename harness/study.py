@@ -12,7 +12,7 @@ from harness.adaptive import MIN_TRIALS
 from harness.compose import compose_arm, compose_config, parse
 from harness.errors import BadInput, one_line
 from harness.isolate import import_ahead
-from harness.plan import PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
+from harness.plan import NAME, PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
 from harness.records import SCHEMA_VERSION, encode
 
 Plan = dict[str, Any]
@@ -58,6 +58,11 @@ def compose_study(overrides: Sequence[str]) -> Composed:
         else:
             base.append(Setting(key, override.get_value_element_as_str()))
     whole = compose_config(tuple(map(str, base)))
+    if not isinstance(whole["seed"], int):
+        raise BadInput(f"seed={whole['seed']}: must be a whole number; for example 0")
+    name = whole["study"]["name"]
+    if not NAME.fullmatch(str(name)):
+        raise BadInput(f"study.name={name}: a study's name is also a folder's: letters, digits and . = + - _ only")
     specs = read_arms(given_arms[0] if given_arms else whole["study"]["arms"])
     arms = plan_arms(base, swept, specs, most_trials(whole["study"]))
     configs = {arm.name: _compose_planned(arm) for arm in arms}

@@ -34,11 +34,13 @@ class WarmUp:
 
 def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
     """RuntimeError if not even one warm-up request fits. ``tick``: called after each step."""
+    output = max(1, min(OUTPUT_TOKENS, engine.max_model_len // 4))
+    prompt = max(1, min(PROMPT_TOKENS, engine.max_model_len - output))
     drafts = engine.proposer is not None and engine.decoder.uses_proposer
     requests = [
         replace(request, sampling=replace(request.sampling, ignore_eos=True))
         for request in stream.warmup_requests(
-            engine.scheduler.max_num_seqs, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS
+            engine.scheduler.max_num_seqs, prompt_tokens=prompt, max_tokens=output
         )
     ]
     steps = run_steps(engine, requests[:1], tick)

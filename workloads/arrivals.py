@@ -174,8 +174,11 @@ ARRIVALS: dict[str, type[ArrivalLaw]] = {
 
 def index_of_dispersion(times: Times, window_s: float) -> float | None:
     """Variance over mean of the arrivals counted in whole windows (Poisson: 1). None below two windows."""
-    windows = int(times[-1] // window_s) if times.size else 0
+    windows = float(times[-1] // window_s) if times.size else 0.0
     if windows < 2:
         return None
-    counts = np.histogram(times, bins=windows, range=(0.0, windows * window_s))[0]
-    return float(counts.var() / counts.mean()) if counts.any() else None
+    seen = times[times <= windows * window_s]
+    # Only windows with an arrival are held: at a low rate the empty ones between them would not fit in memory.
+    counts = np.unique(np.minimum(seen // window_s, windows - 1), return_counts=True)[1].astype(float)
+    mean = float(counts.sum()) / windows
+    return (float((counts**2).sum()) / windows - mean**2) / mean if mean > 0 else None

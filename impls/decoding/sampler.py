@@ -52,6 +52,7 @@ def distribution(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
     temperature must be positive; a tiny one tends to uniform over the largest logits, without overflow.
     """
     temperature = torch.tensor([p.temperature for p in params], device=logits.device).unsqueeze(1)
+    temperature.clamp_min_(torch.finfo(torch.float32).tiny)  # what is 0 in FP32 would make 0 / 0 of the largest logit
     scaled = (logits - logits.amax(1, keepdim=True)).div_(temperature)
     vocab = logits.shape[1]
     rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]

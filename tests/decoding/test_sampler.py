@@ -79,6 +79,11 @@ def test_a_tiny_temperature_is_the_argmax_without_overflow() -> None:
     assert probs.tolist() == [[0, 0.5, 0, 0.5]]
 
 
+def test_a_temperature_that_is_zero_in_fp32_is_the_argmax_too() -> None:
+    probs = sampler.distribution(torch.tensor([[1.0, 3.0, 2.0]]), [SamplingParams(max_tokens=1, temperature=1e-300)])
+    assert probs.tolist() == [[0.0, 1.0, 0.0]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 2**31))
 def test_argmax_takes_the_lowest_of_equals(vocab: int, seed: int) -> None:

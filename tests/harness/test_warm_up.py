@@ -83,6 +83,17 @@ def test_where_the_cache_holds_fewer_the_cost_is_that_of_as_many_as_run_together
     assert costs is not None and max(cost["sequences"] for cost in costs) == 3
 
 
+@pytest.mark.parametrize("decoding", [(), SPECULATIVE])
+def test_a_model_of_two_positions_is_warmed_up(decoding: tuple[str, ...]) -> None:
+    engine, stream, seen = build(
+        *("batching.max_num_seqs=2", "model.max_model_len=2", "workload/prompt_length=constant"),
+        *("workload.prompt_length.value=1", "workload/output_length=constant", "workload.output_length.value=1"),
+        *decoding,
+    )
+    warm_up(engine, stream)
+    assert seen and not engine.has_work
+
+
 def test_where_no_full_draft_fits_only_plain_steps_are_timed() -> None:
     engine, stream, _ = build(
         *("batching.max_num_seqs=2", "model.max_model_len=32", "proposer.num_draft_tokens=24"),

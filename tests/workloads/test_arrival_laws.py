@@ -116,6 +116,10 @@ def test_dispersion_tells_poisson_from_bursts():
     assert index_of_dispersion(Gamma(5.0, 4.0).sample(rng(8), N), 10) > 5
     assert index_of_dispersion(np.array([0.0, 1.5]), 1) is None
     assert index_of_dispersion(np.zeros(9), 1) is None
+    by_hand = np.array([0.1, 0.2, 2.5, 3.0, 5.5])  # windows of 1 s up to 5: 2, 0, 1, 1, 0
+    assert index_of_dispersion(by_hand, 1) == pytest.approx(np.var([2, 0, 1, 1, 0]) / np.mean([2, 0, 1, 1, 0]))
+    sparse = index_of_dispersion(np.array([0.0, 1e300, 2e300]), 1)  # more empty windows than any memory holds
+    assert sparse == pytest.approx(1.0)
 
 
 def test_every_law_is_registered():
