@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from simulated_run import LADDER, ArmPlan, write_measured, write_plan, write_run
+from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
 
-from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, TrialRecord, empty_frame, frame
+from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TrialRecord, frame, read_trial, write_trial
 from harness.report.charts import gantt, precision, roofline
 from harness.report.charts.gantt import request_lives
 from harness.report.charts.precision import families
@@ -37,25 +38,29 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Report:
 # --- roofline ---------------------------------------------------------------------------------------------------------
 
 
-def steps_of(rows: list[tuple[int, int, float | None, float | None, float]]) -> TrialRecord:
+Step = tuple[int, int, float | None, float | None, float]
+
+
+def record_of(path: Path, rows: list[Step], requests: pd.DataFrame | None = None) -> TrialRecord:
     """Steps by (prefill tokens, decode tokens, FLOPs, bytes, seconds), one after the other."""
     columns: dict[str, list[object]] = {name: [None] * len(rows) for name in STEP_SCHEMA.names}
     ends = np.cumsum([row[4] for row in rows]).tolist()
     columns |= {"start_s": [0.0, *ends[:-1]], "end_s": ends, "slot_request_ids": [[] for _ in rows]}
     for i, name in enumerate(("prefill_tokens", "decode_tokens", "flops", "bytes")):
         columns[name] = [row[i] for row in rows]
-    frames = (empty_frame(REQUEST_SCHEMA), frame(columns, STEP_SCHEMA), empty_frame(TELEMETRY_SCHEMA))
-    return TrialRecord(Path("x"), {}, *frames)
+    write_trial(path, run_record("hand", ArmPlan("one"), 0, 1), requests, frame(columns, STEP_SCHEMA))
+    return read_trial(path)
 
 
-def test_steps_are_told_apart_by_whether_they_prefill_and_unknown_ones_are_left_out() -> None:
-    trial = steps_of(
-        [(64, 3, 8e9, 2e9, 0.5), (0, 4, 1e9, 1e9, 0.1), (0, 4, 3e9, 1e9, 0.3), (0, 4, None, 1e9, 9.0), (0, 0, 1, 1, 9)]
+def test_steps_are_told_apart_by_whether_they_prefill_and_unknown_ones_are_left_out(tmp_path: Path) -> None:
+    trial = record_of(
+        tmp_path / "0",
+        [(64, 3, 8e9, 2e9, 0.5), (0, 4, 1e9, 1e9, 0.1), (0, 4, 3e9, 1e9, 0.3), (0, 4, None, 1e9, 9.0), (0, 0, 1, 1, 9)],
     )
     work = step_work(trial)
     assert work["prefill"].intensity == 4.0 and work["prefill"].flops_per_s == pytest.approx(16e9)
     assert work["decode"].intensity == 2.0 and work["decode"].flops_per_s == pytest.approx(10e9)  # 4e9 in 0.4 s
-    assert step_work(steps_of([(0, 4, None, None, 1.0)])) == {}
+    assert step_work(record_of(tmp_path / "1", [(0, 4, None, None, 1.0)])) == {}
     twice = pooled([trial, trial])
     assert len(twice["decode"].flops) == 4 and twice["decode"].intensity == 2.0
 
@@ -128,15 +133,14 @@ def test_a_life_is_waiting_prefill_and_decoding(ladder: Path) -> None:
         assert spans["decode"] == (request["first_token_s"], request["finished_s"])
 
 
-def test_what_never_came_further_stays_in_its_last_phase() -> None:
+def test_what_never_came_further_stays_in_its_last_phase(tmp_path: Path) -> None:
     columns: dict[str, list[object]] = {name: [None] * 4 for name in REQUEST_SCHEMA.names}
     columns |= {"request_id": ["late", "hung", "cut", "refused"], "intended_s": [3.0, 1.0, 2.0, 0.0]}
     columns |= {"scheduled_s": [None, 1.5, 2.5, None], "first_token_s": [None, None, 3.5, None]}
     columns |= {"finished_s": [5.0, None, 4.5, 0.0]}
     columns |= {"finish_reason": ["error", None, "error", "rejected"]}
-    steps = steps_of([(0, 1, 1, 1, 10.0)]).steps
-    trial = TrialRecord(Path("x"), {}, frame(columns, REQUEST_SCHEMA), steps, empty_frame(TELEMETRY_SCHEMA))
-    lives = request_lives(trial)
+    columns |= {name: [[]] * 4 for name in ("output_token_ids", "emission_times_s", "emission_tokens")}
+    lives = request_lives(record_of(tmp_path / "0", [(0, 1, 1, 1, 10.0)], frame(columns, REQUEST_SCHEMA)))
     assert lives.request_ids == ["refused", "hung", "cut", "late"]
     drawn = {
         phase: [
