@@ -29,7 +29,7 @@ COMMAND = [
     "workload.output_length.value=48",
 ]
 TRIALS = 4
-WAIT_S = 60.0
+WAIT_S = 300.0  # on a machine that is busy with other things; a failure costs this once
 
 
 class RealStudy:
