@@ -83,6 +83,7 @@ def hand_over(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> No
 def finish_study(run_dir: Path, plan: Plan) -> list[Path]:
     """Equivalence of the arms, summary, table and dashboard of what is recorded; returns the files made."""
     from harness.equivalence import check_study
+    from harness.records import read_run
     from harness.report import build
     from harness.summary import summarize
 
@@ -90,8 +91,10 @@ def finish_study(run_dir: Path, plan: Plan) -> list[Path]:
         check_study(run_dir, planned_configs(plan), plan["baseline"])
     except (RuntimeError, MemoryError) as error:  # it builds an engine once more; the records stand without it
         print(f"the arms' tokens could not be compared: {one_line(str(error))}", file=sys.stderr)
-    make_console().print(summary_table(summarize(run_dir)))
-    build(run_dir)
+    study = read_run(run_dir)  # anew: the comparison wrote into it
+    summary = summarize(run_dir, study)
+    make_console().print(summary_table(summary))
+    build(run_dir, study, summary)
     return [run_dir / "summary.json", run_dir / "report.html"]
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.limits import Peaks, utilisation
 from harness.validity import warnings_of
+
+if TYPE_CHECKING:
+    from harness.limits import Peaks
 
 Floats = npt.NDArray[np.float64]
 
@@ -95,27 +97,32 @@ def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
     A reply without a token is a failure, whatever reason it ended with. Failed ones are +inf, except in queueing.
     """
     columns = ("finish_reason", "intended_s", "scheduled_s", "emission_times_s", "emission_tokens")
-    rows: list[dict[str, Any]] = []
-    for reason, t0, scheduled, times, counts in zip(*(requests[name] for name in columns), strict=True):
-        n = int(sum(counts))
-        values: dict[str, Any] = dict.fromkeys(REQUEST_METRICS, math.nan)
-        values["queueing_s"] = scheduled - t0
-        if reason == "rejected":
-            outcome = "rejected"
-        elif reason not in ("length", "stop") or n == 0:
-            outcome = "failed"
-            values |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"), math.inf)
-        else:
-            outcome = "finished"
-            values["ttft_s"], values["e2e_s"] = times[0] - t0, times[-1] - t0
-            values["normalized_latency_s"] = values["e2e_s"] / n
-            if n > counts[0]:
-                values["tpot_s"] = (times[-1] - times[0]) / (n - counts[0])
-        rows.append({**values, "outcome": outcome})
+    rows = [latencies_of(*row) for row in zip(*(requests[name] for name in columns), strict=True)]
     return pd.DataFrame(rows, columns=[*REQUEST_METRICS, "outcome"])
 
 
-def emission_gaps(requests: pd.DataFrame) -> tuple[Floats, Floats]:
+def latencies_of(
+    reason: str | None, t0: float, scheduled: float, times: Sequence[float] | Floats, counts: Sequence[int] | Floats
+) -> dict[str, Any]:
+    """One request's, as in `request_latencies`; ``times`` and ``counts``: seconds and tokens of its emissions."""
+    n = int(sum(counts))
+    values: dict[str, Any] = dict.fromkeys(REQUEST_METRICS, math.nan)
+    values["queueing_s"] = scheduled - t0
+    if reason == "rejected":
+        outcome = "rejected"
+    elif reason not in ("length", "stop") or n == 0:
+        outcome = "failed"
+        values |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"), math.inf)
+    else:
+        outcome = "finished"
+        values["ttft_s"], values["e2e_s"] = times[0] - t0, times[-1] - t0
+        values["normalized_latency_s"] = values["e2e_s"] / n
+        if n > counts[0]:
+            values["tpot_s"] = (times[-1] - times[0]) / (n - counts[0])
+    return {**values, "outcome": outcome}
+
+
+def emission_gaps(requests: pd.DataFrame | Mapping[str, Sequence[Any]]) -> tuple[Floats, Floats]:
     """(itl, inter_emission): k gaps of (t - t')/k for an emission of k tokens, and t - t'. The first gives none."""
     raw = [np.empty(0)] + [np.diff(np.asarray(times, float)) for times in requests["emission_times_s"]]
     later = [np.empty(0, int)] + [np.asarray(counts, int)[1:] for counts in requests["emission_tokens"]]
@@ -294,6 +301,8 @@ def _utilisation(steps: pd.DataFrame, seconds: float | None, peaks: Peaks | None
     work = {"flops": _total(steps, "flops"), "bytes": _total(steps, "bytes")}
     if peaks is None or seconds is None or None in work.values():
         return {"mfu": None, "mbu": None}
+    from harness.limits import utilisation  # it imports torch, which the report does without
+
     return utilisation([work], peaks, seconds)
 
 

@@ -10,8 +10,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -95,13 +97,34 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial as read back. ``run`` is run.json with infinities restored in `metrics`, `limits` and `window`."""
+    """One trial as read back. ``run`` is run.json with infinities restored in `metrics`, `limits` and `window`.
+
+    Its three tables are read when first asked for, then kept, so that who needs run.json alone pays for no table.
+    RecordError there for data that is corrupt under a whole footer; all else was checked when the record was read.
+    """
 
     path: Path
     run: dict[str, Any]
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    telemetry: pd.DataFrame
+    num_steps: int
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        return _to_frame(self.table("requests"))
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        return _to_frame(self.table("steps"))
+
+    @cached_property
+    def telemetry(self) -> pd.DataFrame:
+        return _to_frame(self.table("telemetry"))
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """``columns`` (None: all) of the table `requests`, `steps` or `telemetry`, read now and not kept.
+
+        A few columns cost a small part of what the whole frame does.
+        """
+        return _read_table(self.path / f"{name}.parquet", _FRAMES[name], columns)
 
 
 @dataclass(frozen=True)
@@ -280,26 +303,46 @@ def read_trial(directory: Path) -> TrialRecord:
     run = read_json(path)
     validate_record(run, str(path))
     run |= {name: decode_numbers(run[name]) for name in ("metrics", "limits", "window")}
-    return TrialRecord(directory, run, *(_read_frame(directory / f"{n}.parquet", s) for n, s in _FRAMES.items()))
+    rows = {name: _check_table(directory / f"{name}.parquet", schema) for name, schema in _FRAMES.items()}
+    return TrialRecord(directory, run, rows["steps"])
 
 
-def _read_frame(path: Path, schema: pa.Schema) -> pd.DataFrame:
+def _check_table(path: Path, schema: pa.Schema) -> int:
+    """How many rows it has. Its footer says whether it follows the schema; where not quite, the data must convert."""
+    with _parquet(path) as file:
+        as_written = file.schema_arrow.equals(schema)
+        rows = int(file.metadata.num_rows)
+    if not as_written:
+        _read_table(path, schema)
+    return rows
+
+
+def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
+    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
+    with _parquet(path) as file:
+        there = set(file.schema_arrow.names)
+        missing = [name for name in wanted.names if name not in there]
+        required = [name for name in missing if name not in STEP_EXTRA_COLUMNS]
+        if required:
+            raise RecordError(f"{path}: missing columns {', '.join(required)}")
+        table = file.read([name for name in wanted.names if name in there], use_threads=False)
+    for name in missing:
+        table = table.append_column(name, pa.nulls(len(table), wanted.field(name).type))
     try:
-        table = pq.ParquetFile(path).read()
+        return table.select(wanted.names).cast(wanted)
+    except (pa.ArrowException, ValueError) as error:
+        raise RecordError(f"{path}: wrong column type ({_one_line(error)})") from error
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
     except FileNotFoundError:
         raise RecordError(f"{path}: not found") from None
     except (OSError, pa.ArrowException) as error:
         raise RecordError(f"{path}: not readable as parquet ({_one_line(error)})") from error
-    missing = [name for name in schema.names if name not in table.column_names]
-    required = [name for name in missing if name not in STEP_EXTRA_COLUMNS]
-    if required:
-        raise RecordError(f"{path}: missing columns {', '.join(required)}")
-    for name in missing:
-        table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
-    try:
-        return _to_frame(table.select(schema.names).cast(schema))
-    except (pa.ArrowException, ValueError) as error:
-        raise RecordError(f"{path}: wrong column type ({_one_line(error)})") from error
 
 
 def read_run(run_dir: Path) -> StudyRecord:

@@ -13,6 +13,8 @@ from typing import Any
 from harness.records import StudyRecord, TrialRecord, read_run, write_json
 from harness.statistics import direction, ratio
 
+# Metric -> trial number -> value.
+Values = dict[str, dict[int, float | None]]
 # An arm shows the first of these that any of its trials has.
 STATUS_ORDER = ("failed", "aborted", "ok", "not_run")
 TABLE_COLUMNS = (
@@ -21,9 +23,12 @@ TABLE_COLUMNS = (
 )
 
 
-def summarize(run_dir: Path) -> dict[str, Any]:
-    """Write `summary.json` beside the records of a run and return it. The same records give the same bytes."""
-    summary = summary_of(read_run(run_dir))
+def summarize(run_dir: Path, study: StudyRecord | None = None) -> dict[str, Any]:
+    """Write `summary.json` beside the records of a run and return it. The same records give the same bytes.
+
+    study: the records, where they have been read already.
+    """
+    summary = summary_of(study or read_run(run_dir))
     write_json(run_dir / "summary.json", summary)
     return summary
 
@@ -34,16 +39,22 @@ def summary_of(study: StudyRecord) -> dict[str, Any]:
     baseline = study.plan.get("baseline") or next(iter(arms), None)
     adaptive = bool(study.plan.get("half_width"))
     trials = {arm: study.of_arm(arm) for arm in arms}
+    values = {arm: _values(found) for arm, found in trials.items()}
+
+    def ratios(arm: str, reference: str) -> dict[str, dict[str, Any]]:
+        comparable = _comparable(trials[arm], trials.get(reference, []))
+        return _ratios(values[arm], values.get(reference, {}), comparable, adaptive)
+
     summary: dict[str, Any] = {}
     for arm, plan in arms.items():
         versus = (plan or {}).get("versus")
         summary[arm] = {
             "status": _status(trials[arm]),
             "reasons": _reasons(trials[arm]),
-            "metrics": _medians(trials[arm]),
-            "ratios": _ratios(trials[arm], trials.get(baseline or "", []), adaptive),
+            "metrics": _medians(values[arm]),
+            "ratios": ratios(arm, baseline or ""),
             "versus": versus,
-            "step_ratios": None if versus is None else _ratios(trials[arm], trials.get(versus, []), adaptive),
+            "step_ratios": None if versus is None else ratios(arm, versus),
         }
     return {"baseline": baseline, "arms": summary}
 
@@ -96,9 +107,9 @@ def _reasons(trials: list[TrialRecord]) -> list[str]:
     return list(dict.fromkeys(reason for trial in trials for reason in trial.run["reasons"]))
 
 
-def _values(trials: Iterable[TrialRecord]) -> dict[str, dict[int, float | None]]:
-    """Metric -> trial number -> value, of the trials that are ok."""
-    values: dict[str, dict[int, float | None]] = {}
+def _values(trials: Iterable[TrialRecord]) -> Values:
+    """Of the trials that are ok."""
+    values: Values = {}
     for trial in trials:
         if trial.run["status"] == "ok":
             for name, value in flatten(trial.run["metrics"]):
@@ -106,20 +117,22 @@ def _values(trials: Iterable[TrialRecord]) -> dict[str, dict[int, float | None]]
     return values
 
 
-def _medians(trials: Iterable[TrialRecord]) -> dict[str, float | None]:
+def _medians(values: Values) -> dict[str, float | None]:
     medians: dict[str, float | None] = {}
-    for name, by_trial in sorted(_values(trials).items()):
+    for name, by_trial in sorted(values.items()):
         known = [value for value in by_trial.values() if value is not None]
         medians[name] = median(known) if known else None
     return medians
 
 
-def _ratios(ours: list[TrialRecord], theirs: list[TrialRecord], adaptive: bool) -> dict[str, dict[str, Any]]:
-    """Of every metric that has a good direction and a value in either arm."""
+def _comparable(ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]) -> bool:
     other = {trial.run["trial"]: trial.run for trial in theirs if trial.run["status"] == "ok"}
     pairs = [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
-    comparable = not any(incomparable(a, b) for a, b in pairs)
-    arm, reference = _values(ours), _values(theirs)
+    return not any(incomparable(a, b) for a, b in pairs)
+
+
+def _ratios(arm: Values, reference: Values, comparable: bool, adaptive: bool) -> dict[str, dict[str, Any]]:
+    """Of every metric that has a good direction and a value in either arm."""
     return {
         name: asdict(ratio(name, arm[name], reference.get(name, {}), comparable=comparable, adaptive=adaptive))
         for name in sorted(arm)

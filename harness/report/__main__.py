@@ -19,15 +19,16 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print(f"error: {' '.join(argv) or 'no run given'}: {USAGE}", file=sys.stderr)
         return 2
-    from harness.records import RecordError
+    from harness.records import RecordError, read_run
     from harness.report import build
     from harness.summary import summarize
 
     run_dir = Path(argv[0])
     try:
-        summarize(run_dir)
+        study = read_run(run_dir)
+        summary = summarize(run_dir, study)
         print(run_dir / "summary.json")
-        print(build(run_dir))
+        print(build(run_dir, study, summary))
     except (RecordError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -10,7 +10,10 @@ from statistics import median
 from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run
+from harness.report.figures import ArmFigures, arm_figures
 from harness.summary import summary_of
+
+CURVE_POINTS = 400
 
 NUM_COLOURS = 7
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -19,13 +22,14 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexag
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: ``entry`` is its part of `summary.json`, ``plan`` its part of `study.json`."""
+    """One arm of ``num_arms``: ``entry`` is its part of `summary.json`, ``plan`` its part of `study.json`."""
 
     name: str
     index: int
     entry: Mapping[str, Any]
     plan: Mapping[str, Any]
     trials: list[TrialRecord]
+    num_arms: int = 1
 
     @cached_property
     def ok(self) -> list[TrialRecord]:
@@ -34,8 +38,13 @@ class Arm:
     @cached_property
     def shown(self) -> TrialRecord | None:
         """The trial that timelines show: the first that is ok, else the first that ran any step."""
-        ran = [trial for trial in self.trials if len(trial.steps)]
+        ran = [trial for trial in self.trials if trial.num_steps]
         return next((t for t in ran if t.run["status"] == "ok"), ran[0] if ran else None)
+
+    @cached_property
+    def figures(self) -> ArmFigures:
+        """What is shown of all its ok trials; their tables are read for it, and not kept."""
+        return arm_figures(self.ok, points(CURVE_POINTS, self.num_arms))
 
     def by_trial(self, value: Callable[[TrialRecord], float | None]) -> dict[int, float]:
         """Trial number -> value, of the ok trials that have it."""
@@ -115,8 +124,13 @@ class Report:
         return None if found is arm else found
 
     def points(self, wanted: int, least: int = 60) -> int:
-        """How many points a line may have, so that a report of many arms stays small: ``wanted`` for up to 8 arms."""
-        return max(least, min(wanted, 8 * wanted // max(1, len(self.arms))))
+        """Of a line in this report."""
+        return points(wanted, len(self.arms), least)
+
+
+def points(wanted: int, num_arms: int, least: int = 60) -> int:
+    """How many points a line may have, so that a report of many arms stays small: ``wanted`` for up to 8 arms."""
+    return max(least, min(wanted, 8 * wanted // max(1, num_arms)))
 
 
 def middle(values: Iterable[float]) -> float | None:
@@ -125,12 +139,13 @@ def middle(values: Iterable[float]) -> float | None:
     return median(known) if known else None
 
 
-def load(run_dir: Path) -> Report:
-    """RecordError if a record of the run cannot be read."""
-    record = read_run(run_dir)
-    summary = summary_of(record)
+def load(run_dir: Path, study: StudyRecord | None = None, summary: Mapping[str, Any] | None = None) -> Report:
+    """RecordError if a record of the run cannot be read. study, summary: of it, where they have been made already."""
+    record = study or read_run(run_dir)
+    summary = summary or summary_of(record)
+    entries: Mapping[str, Any] = summary["arms"]
     arms = [
-        Arm(name, index, entry, record.plan["arms"][name] or {}, record.of_arm(name))
-        for index, (name, entry) in enumerate(summary["arms"].items())
+        Arm(name, index, entry, record.plan["arms"][name] or {}, record.of_arm(name), len(entries))
+        for index, (name, entry) in enumerate(entries.items())
     ]
     return Report(record, summary, arms)

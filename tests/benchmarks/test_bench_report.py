@@ -1,21 +1,21 @@
-"""summary.json and report.html of 1,000 runs within 10 s: 40 arms, 25 trials each."""
+"""`python -m harness.report` of 1,000 runs within 10 s: 40 arms, 25 trials each."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import best_seconds
 from simulated_run import LADDER, ArmPlan, write_measured, write_plan
 
-from harness.report import build
-from harness.summary import summarize
+from harness.report.__main__ import main
 
-TARGET_S = 10.0
+TARGET_S = 10.0  # of CPU time: what else the machine does is no fault of the report
 REQUESTS = 12
 
 
@@ -44,16 +44,23 @@ def write_many(run_dir: Path, arms: int, trials: int) -> None:
 def test_report(benchmark: Any, tmp_path: Path, arms: int, trials: int) -> None:
     write_many(tmp_path, arms, trials)
 
-    def report() -> Path:
-        summarize(tmp_path)
-        return build(tmp_path)
+    def report() -> float:
+        start = time.process_time()
+        assert main([str(tmp_path)]) == 0
+        return time.process_time() - start
 
-    page = benchmark.pedantic(report, rounds=1)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    before = peak_bytes()
+    cpu_s = benchmark.pedantic(report, rounds=1)
+    page, summary = tmp_path / "report.html", json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["arms"]) == [f"arm{i}" for i in range(arms)]
     assert {arm["ratios"]["output_tokens_per_s"]["n"] for arm in list(summary["arms"].values())[1:]} == {trials}
     assert all(f"arm{i}" in page.read_text("utf-8") for i in range(arms))
-    benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size)
-    best = best_seconds(benchmark)
-    if best is not None and best >= TARGET_S:
-        pytest.xfail(f"{arms * trials} runs took {best:.1f} s, the target is {TARGET_S:.0f} s")
+    grown = peak_bytes() - before
+    benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size, cpu_s=cpu_s, grown_bytes=grown)
+    if cpu_s >= TARGET_S:
+        pytest.xfail(f"{arms * trials} runs took {cpu_s:.1f} s of CPU time, the target is {TARGET_S:.0f} s")
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -294,6 +294,49 @@ def test_a_cut_parquet_file_is_named(tmp_path: Path, frames: tuple[pd.DataFrame,
             read_trial(tmp_path / "0")
 
 
+def test_corrupt_data_under_a_whole_footer_is_named_where_it_is_used(
+    tmp_path: Path, frames: tuple[pd.DataFrame, ...]
+) -> None:
+    write_trial(tmp_path / "0", run_json(), *frames)
+    path = tmp_path / "0" / "requests.parquet"
+    whole = path.read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    path.write_bytes(whole[:4] + bytes(len(whole) - 4 - footer) + whole[-footer:])
+    trial = read_trial(tmp_path / "0")
+    for use in (lambda: trial.requests, lambda: trial.table("requests", ["request_id"])):
+        with pytest.raises(RecordError, match=r"requests\.parquet: not readable as parquet") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    pd.testing.assert_frame_equal(trial.steps, frames[1])
+
+
+def test_a_table_is_read_once_and_only_when_it_is_used(
+    tmp_path: Path, frames: tuple[pd.DataFrame, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trial(tmp_path / "0", run_json(), *frames)
+    read: list[str] = []
+    read_table = records._read_table
+
+    def counting(path: Path, *rest: Any) -> Any:
+        read.append(path.stem)
+        return read_table(path, *rest)
+
+    monkeypatch.setattr(records, "_read_table", counting)
+    trial = read_trial(tmp_path / "0")
+    assert trial.num_steps == len(frames[1]) > 0 and read == []
+    assert trial.steps is trial.steps and read == ["steps"]
+
+
+def test_some_columns_of_a_table_are_those_of_its_frame(tmp_path: Path, frames: tuple[pd.DataFrame, ...]) -> None:
+    write_trial(tmp_path / "0", run_json(), *frames)
+    path = tmp_path / "0" / "steps.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["attention_s"]), path)
+    names = ["end_s", "attention_s", "slot_request_ids", "step"]
+    table = read_trial(tmp_path / "0").table("steps", names)
+    assert table.column_names == names and table["attention_s"].null_count == len(table) == len(frames[1])
+    assert table["end_s"].to_pylist() == frames[1]["end_s"].tolist()
+
+
 def test_a_run_lists_its_trials_in_the_plans_order(tmp_path: Path) -> None:
     write_json(tmp_path / "study.json", {"arms": {"static": {}, "paged": {}}})
     for arm, trial in (("paged", 10), ("paged", 2), ("static", 1), ("static", 0)):

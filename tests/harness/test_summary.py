@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from harness.records import decode_numbers, read_json, write_json, write_trial
+import harness.records as records
+from harness.records import decode_numbers, read_json, read_run, write_json, write_trial
 from harness.report import build
 from harness.summary import TABLE_COLUMNS, incomparable, summarize, table_rows
 
@@ -149,6 +150,16 @@ def test_the_same_records_give_the_same_bytes(run_dir: Path) -> None:
     summarize(run_dir)
     assert (run_dir / "summary.json").read_bytes() == first
     assert sorted(p.name for p in run_dir.iterdir() if p.is_file()) == ["study.json", "summary.json"]
+
+
+def test_it_reads_no_table_and_takes_records_that_are_read(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = summarize(run_dir)
+    monkeypatch.delattr(records, "_read_table")
+    study = read_run(run_dir)
+    for path in run_dir.glob("*/*/run.json"):
+        path.unlink()
+    assert summarize(run_dir, study) == expected
+    assert decode_numbers(read_json(run_dir / "summary.json")) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from simulated_run import ArmPlan, run_record, write_plan, write_run
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, empty_frame, frame, write_trial
 from harness.report import build
 from harness.report.charts import decode_step, linear_layers, speedup, step_time
-from harness.report.charts.decode_step import decode_steps
+from harness.report.charts.decode_step import decode_means
 from harness.report.charts.step_time import phase_seconds
 from harness.report.data import load
 from harness.report.parts import MISSING, Chart, Table
@@ -67,9 +67,11 @@ def pair(tmp_path: Path) -> Path:
 
 def test_a_decode_step_is_split_at_attention(pair: Path) -> None:
     report = load(pair)
-    count, means = decode_steps(report.arms[1].trials[1])
-    assert count == 2
-    assert means == pytest.approx({"attention": 7, "other forward": 15, "outside forward": 2, "sequences": 4})
+    trial = report.arms[1].figures.trials[1]
+    assert trial.num_decode_steps == 2
+    assert decode_means(trial) == pytest.approx(
+        {"attention": 7, "other forward": 15, "outside forward": 2, "sequences": 4}
+    )
 
 
 def test_what_paging_costs_is_given_in_ms_of_attention(pair: Path) -> None:

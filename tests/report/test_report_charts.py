@@ -11,20 +11,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from page_reader import Page
-from simulated_run import HOSTILE, LADDER, write_run
+from simulated_run import HOSTILE, LADDER, run_record, write_run
 
-from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, TrialRecord, empty_frame, frame, read_run
+from harness.records import (
+    REQUEST_SCHEMA,
+    STEP_SCHEMA,
+    TrialRecord,
+    frame,
+    read_run,
+    read_trial,
+    write_trial,
+)
 from harness.report.charts.kv_memory import PARTS, kv_parts
-from harness.report.charts.latency import itl_values, ttft_values
 from harness.report.charts.slots import DEAD, DECODE, PREFILL, Bar, chart, dead_seconds, occupancy
 from harness.report.charts.verdict import forest
 from harness.report.data import load
+from harness.report.figures import latencies
 from harness.report.parts import Chart, Table, byte_size, floats, label, number, percent
 from harness.report.sampling import TAIL, extremes, ranks
 
 
 def trial_of(
-    steps: list[tuple[float, float, list[str | None]]], requests: dict[str, tuple[float, float]]
+    folder: Path, steps: list[tuple[float, float, list[str | None]]], requests: dict[str, tuple[float, float]]
 ) -> TrialRecord:
     """A record with these steps (start, end, slots) and requests (first token, end)."""
     columns: dict[str, list[object]] = {name: [None] * len(steps) for name in STEP_SCHEMA.names}
@@ -33,12 +41,14 @@ def trial_of(
     asked: dict[str, list[object]] = {name: [None] * len(requests) for name in REQUEST_SCHEMA.names}
     asked |= {"request_id": list(requests), "first_token_s": [f for f, _ in requests.values()]}
     asked["finished_s"] = [e for _, e in requests.values()]
-    telemetry = empty_frame(TELEMETRY_SCHEMA)
-    return TrialRecord(Path("x"), {}, frame(asked, REQUEST_SCHEMA), frame(columns, STEP_SCHEMA), telemetry)
+    run = run_record("hand", LADDER[0], 0, len(requests))
+    write_trial(folder / "0", run, frame(asked, REQUEST_SCHEMA), frame(columns, STEP_SCHEMA))
+    return read_trial(folder / "0")
 
 
-def test_a_finished_request_that_keeps_its_row_is_dead() -> None:
+def test_a_finished_request_that_keeps_its_row_is_dead(tmp_path: Path) -> None:
     trial = trial_of(
+        tmp_path,
         [(0, 2, ["a", "b"]), (2, 3, ["a", "b"]), (3, 4, ["a", "b"]), (5, 6, ["c", None])],
         {"a": (1.9, 1.9), "b": (1.9, 3.9), "c": (5.9, 5.9)},
     )
@@ -54,9 +64,10 @@ def test_a_finished_request_that_keeps_its_row_is_dead() -> None:
     assert found.empty_share == pytest.approx(0.1) and (found.num_slots, found.used_slots) == (2, 2)
 
 
-def test_a_request_that_returns_to_a_slot_has_two_bars() -> None:
+def test_a_request_that_returns_to_a_slot_has_two_bars(tmp_path: Path) -> None:
     slots: list[list[str | None]] = [["a"], [None], ["a"], ["b"]]
-    trial = trial_of([(i, i + 1, held) for i, held in enumerate(slots)], {"a": (0.5, 2.5), "b": (9, np.inf)})
+    steps = [(float(i), i + 1.0, held) for i, held in enumerate(slots)]
+    trial = trial_of(tmp_path, steps, {"a": (0.5, 2.5), "b": (9, np.inf)})
     spans = [(b.request_id, b.state, b.start_s, b.end_s) for b in occupancy(trial).bars]
     assert spans == [("a", PREFILL, 0, 1), ("a", DECODE, 2, 3), ("b", PREFILL, 3, 4)]
 
@@ -90,7 +101,7 @@ def test_kv_parts_fill_the_budget_in_every_step(ladder: Path) -> None:
 
 def test_the_distributions_are_those_of_the_percentiles(ladder: Path) -> None:
     for trial in read_run(ladder).trials:
-        for values, metric in ((ttft_values(trial), "ttft_s"), (itl_values(trial), "itl_s")):
+        for metric, values in latencies(trial).items():
             said = trial.run["metrics"][metric]
             assert len(values) == said["n"] and values.max() == said["max"]
             assert np.sort(values)[-(-50 * len(values) // 100) - 1] == said["p50"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from harness.records import TrialRecord
 from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report, middle
+from harness.report.figures import TrialFigures
 from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, text_cell
 
 PARTS = {
@@ -19,25 +17,19 @@ PARTS = {
 SEQUENCES = "sequences"
 
 
-def decode_steps(trial: TrialRecord) -> tuple[int, dict[str, float]]:
-    """How many of its steps decode and prefill nothing; the means of their `PARTS` in ms and of `SEQUENCES`.
-
-    No means where there is no such step, or attention was not told apart in each of them.
-    """
-    prefill, decode = (trial.steps[f"{kind}_tokens"].to_numpy(float, na_value=np.nan) for kind in ("prefill", "decode"))
-    seen = trial.steps[(prefill == 0) & (decode > 0)]
-    attention = seen["attention_s"].to_numpy(float)
-    if not len(seen) or np.isnan(attention).any():
-        return len(seen), {}
-    forward, whole = float(seen["forward_s"].mean()), float((seen["end_s"] - seen["start_s"]).mean())
-    seconds = (float(attention.mean()), forward - float(attention.mean()), whole - forward)
-    means = {part: 1e3 * value for part, value in zip(PARTS, seconds, strict=True)}
-    return len(seen), {**means, SEQUENCES: float(seen["decode_tokens"].mean())}
+def decode_means(trial: TrialFigures) -> dict[str, float]:
+    """Of its steps that decode and prefill nothing: the means of their `PARTS` in ms and of `SEQUENCES`, if known."""
+    means = trial.decode
+    if means is None:
+        return {}
+    seconds = (means.attention_s, means.forward_s - means.attention_s, means.step_s - means.forward_s)
+    parts = {part: 1e3 * value for part, value in zip(PARTS, seconds, strict=True)}
+    return {**parts, SEQUENCES: means.sequences}
 
 
 def means_by_trial(arm: Arm) -> dict[str, dict[int, float]]:
     """Name -> trial number -> mean of its decode steps."""
-    found = {int(trial.run["trial"]): decode_steps(trial)[1] for trial in arm.ok}
+    found = {trial.trial: decode_means(trial) for trial in arm.figures.trials}
     return {
         name: {number: means[name] for number, means in found.items() if name in means} for name in (*PARTS, SEQUENCES)
     }
@@ -59,7 +51,7 @@ def chart(report: Report) -> Chart:
         medians = {name: value for name in ours if (value := middle(ours[name].values())) is not None}
         bars.append((label(arm.name, 28), medians))
         cells = [
-            *(text_cell(arm.name), number_cell(sum(decode_steps(trial)[0] for trial in arm.ok), 0)),
+            *(text_cell(arm.name), number_cell(sum(trial.num_decode_steps for trial in arm.figures.trials), 0)),
             *(number_cell(medians[SEQUENCES], 1), *(number_cell(medians[part], 2) for part in PARTS)),
             *(text_cell(None if below is None else below.name),),
             *(_difference(ours[part], theirs.get(part, {})) for part in PARTS),

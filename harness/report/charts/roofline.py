@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report, middle
+from harness.report.figures import step_columns
 from harness.report.parts import (
     LEGEND_ABOVE,
     MISSING,
@@ -70,10 +71,10 @@ class Roof:
 
 def step_work(trial: TrialRecord) -> dict[str, StepWork]:
     """Of the steps whose FLOPs and bytes are known: those that prefill anything, and those that only decode."""
-    steps = trial.steps
-    prefill, decode = (steps[f"{kind}_tokens"].to_numpy(float, na_value=np.nan) for kind in ("prefill", "decode"))
-    flops, moved = steps["flops"].to_numpy(float), steps["bytes"].to_numpy(float)
-    seconds = (steps["end_s"] - steps["start_s"]).to_numpy(float)
+    steps = step_columns(trial, ("prefill_tokens", "decode_tokens", "flops", "bytes", "start_s", "end_s"))
+    prefill, decode = steps["prefill_tokens"], steps["decode_tokens"]
+    flops, moved = steps["flops"], steps["bytes"]
+    seconds = steps["end_s"] - steps["start_s"]
     known = (flops > 0) & (moved > 0) & (seconds > 0)
     kinds = {"prefill": known & (prefill > 0), "decode": known & (prefill == 0) & (decode > 0)}
     return {kind: StepWork(flops[of], moved[of], seconds[of]) for kind, of in kinds.items() if of.any()}

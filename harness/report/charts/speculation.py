@@ -70,8 +70,8 @@ def _title(arm: Arm) -> str:
 def _table(arms: list[Arm]) -> Table:
     rows = []
     for arm in arms:
-        ok = arm.ok
-        drafted, accepted = (sum(int(t.steps[name].sum()) for t in ok) for name in COUNTS)
+        trials = arm.figures.trials
+        drafted, accepted = sum(t.draft_tokens for t in trials), sum(t.accepted_tokens for t in trials)
         cells = []
         for name, text in METRICS:
             value = arm.metrics.get(name)

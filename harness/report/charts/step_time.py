@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report
 from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, percent_cell, text_cell
@@ -27,21 +25,21 @@ def phase_seconds(arm: Arm) -> dict[str, float]:
     ``forward`` is the forward pass without ``attention``, or all of it, and ``attention`` missing, where some trial
     did not tell that apart.
     """
-    trials = arm.ok
+    trials = arm.figures.trials
     measured = [phase for phase in PHASES if phase != "other"]
-    columns = {phase: [trial.steps[f"{phase}_s"].to_numpy(float) for trial in trials] for phase in measured}
-    seconds = {phase: float(sum(np.nansum(values) for values in columns[phase])) for phase in measured}
-    if any(np.isnan(values).any() for values in columns["attention"]):
-        del seconds["attention"]
-    else:
+    seconds = {phase: sum(trial.phases_s[phase] for trial in trials) for phase in measured}
+    if all(trial.attention_known for trial in trials):
         seconds["forward"] -= seconds["attention"]
-    total = float(sum((trial.steps["end_s"] - trial.steps["start_s"]).sum() for trial in trials))
+    else:
+        del seconds["attention"]
+    total = sum(trial.steps_s for trial in trials)
     return {**seconds, "other": max(0.0, total - sum(seconds.values()))}
 
 
 def chart(report: Report) -> Chart:
     title = "Where a step's time goes"
-    found = {arm.name: phase_seconds(arm) for arm in report.arms if any(len(trial.steps) for trial in arm.ok)}
+    ran = [arm for arm in report.arms if any(trial.num_steps for trial in arm.figures.trials)]
+    found = {arm.name: phase_seconds(arm) for arm in ran}
     seen = [arm for arm in report.arms if sum(found.get(arm.name, {}).values()) > 0]
     if not seen:
         return Chart("steptime", title, "", Table((), ()), empty="No ok trial recorded the time of its steps.")
@@ -63,7 +61,7 @@ def _table(arms: list[Arm], found: dict[str, dict[str, float]]) -> Table:
     rows = []
     for arm in arms:
         seconds = found[arm.name]
-        total, steps = sum(seconds.values()), sum(len(trial.steps) for trial in arm.ok)
+        total, steps = sum(seconds.values()), sum(trial.num_steps for trial in arm.figures.trials)
         shares = (percent_cell(seconds[p] / total) if p in seconds else Cell(MISSING) for p in PHASES)
         rows.append([text_cell(arm.name), number_cell(steps, 0), number_cell(1e3 * total / steps, 2), *shares])
     return Table(("arm", "steps (n)", "mean step (ms)", *PHASES), rows)

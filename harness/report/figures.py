@@ -1,0 +1,156 @@
+"""What the charts need of every ok trial: small figures, made while its tables are in memory, which are not kept.
+
+An arm may have any number of trials: no more than one trial's tables and one arm's latencies are held at a time. Only
+the columns that are used are read, and into numpy: a pandas frame of a trial costs more than all that is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from harness.metrics import Window, emission_gaps, latencies_of
+from harness.records import TrialRecord
+from harness.report.prediction import Prediction, decode_rate, predict
+from harness.report.sampling import Indices, ranks
+
+PHASES = ("schedule", "prepare", "attention", "forward", "sample", "propose", "commit")
+COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens", "drafting_sequences")
+STEP_COLUMNS = ("start_s", "end_s", *(f"{phase}_s" for phase in PHASES), *COUNTS)
+REQUEST_COLUMNS = ("finish_reason", "intended_s", "scheduled_s", "emission_times_s", "emission_tokens")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DecodeMeans:
+    """Over the steps that decode and prefill nothing; ``forward_s`` holds ``attention_s``, ``step_s`` both."""
+
+    attention_s: float
+    forward_s: float
+    step_s: float
+    sequences: float
+
+
+@dataclass(frozen=True)
+class TrialFigures:
+    """Of one trial's steps; sums leave out what is null.
+
+    attention_known: every step told its attention apart. decode: None where no step decodes and prefills nothing, or
+    one of these did not tell its attention apart.
+    """
+
+    trial: int
+    num_steps: int
+    steps_s: float
+    phases_s: Mapping[str, float]
+    attention_known: bool
+    num_decode_steps: int
+    decode: DecodeMeans | None
+    decode_rate: float | None
+    draft_tokens: int
+    accepted_tokens: int
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn of ``n`` values in ascending order: those with these ranks (from 0) among the ``n_finite`` ones."""
+
+    n: int
+    n_finite: int
+    ranks: Indices
+    values: Floats
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """``trials``: each one's, in their order; ``curves``: `ttft_s` and `itl_s` of all of them pooled."""
+
+    trials: list[TrialFigures]
+    curves: Mapping[str, Curve]
+
+
+def arm_figures(trials: Iterable[TrialRecord], points: int) -> ArmFigures:
+    """One pass over an arm's ok trials; ``points``: about as many are kept of a curve."""
+    found: list[TrialFigures] = []
+    pools: dict[str, list[Floats]] = {"ttft_s": [], "itl_s": []}
+    for trial in trials:
+        found.append(step_figures(trial))
+        for name, values in latencies(trial).items():
+            pools[name].append(values)
+    return ArmFigures(found, {name: curve(pool, points) for name, pool in pools.items()})
+
+
+def curve(pool: Sequence[Floats], points: int) -> Curve:
+    values = np.concatenate([np.empty(0), *pool])
+    finite = np.sort(values[np.isfinite(values)])
+    kept = ranks(len(finite), points)
+    return Curve(len(values), len(finite), kept, finite[kept])
+
+
+def latencies(trial: TrialRecord) -> dict[str, Floats]:
+    """`ttft_s` and `itl_s` as its percentiles count them: a failed request's TTFT is inf, a rejected one has none."""
+    table = trial.table("requests", REQUEST_COLUMNS)
+    t0, scheduled = (_floats(table[name]) for name in ("intended_s", "scheduled_s"))
+    times, tokens = (_lists(table[name]) for name in ("emission_times_s", "emission_tokens"))
+    window = Window(*(trial.run["window"][name] for name in ("rule", "start_s", "end_s")))
+    counted = window.holds(t0) if window.rule == "timed" else np.ones(len(t0), bool)
+    rows = zip(table["finish_reason"].to_pylist(), t0, scheduled, times, tokens, strict=True)
+    accepted = [row for row, inside in zip(rows, counted, strict=True) if inside and row[0] != "rejected"]
+    ttft = np.array([latencies_of(*row)["ttft_s"] for row in accepted], float)
+    itl, _ = emission_gaps({name: [row[at] for row in accepted] for at, name in enumerate(REQUEST_COLUMNS)})
+    return {"ttft_s": ttft[~np.isnan(ttft)], "itl_s": itl}
+
+
+def step_columns(trial: TrialRecord, names: Sequence[str]) -> dict[str, Floats]:
+    """Columns of numbers of its steps, read now and not kept; NaN for null."""
+    table = trial.table("steps", names)
+    return {name: _floats(table[name]) for name in names}
+
+
+def step_figures(trial: TrialRecord) -> TrialFigures:
+    steps = step_columns(trial, STEP_COLUMNS)
+    length = steps["end_s"] - steps["start_s"]
+    seen = (steps["prefill_tokens"] == 0) & (steps["decode_tokens"] > 0)
+    decoding = {name: column[seen] for name, column in steps.items()}
+    means = None
+    if seen.any() and not np.isnan(decoding["attention_s"]).any():
+        columns = (decoding["attention_s"], decoding["forward_s"], length[seen], decoding["decode_tokens"])
+        means = DecodeMeans(*(_mean(column) for column in columns))
+    return TrialFigures(
+        trial=int(trial.run["trial"]),
+        num_steps=len(length),
+        steps_s=float(np.nansum(length)),
+        phases_s={phase: float(np.nansum(steps[f"{phase}_s"])) for phase in PHASES},
+        attention_known=not np.isnan(steps["attention_s"]).any(),
+        num_decode_steps=int(seen.sum()),
+        decode=means,
+        decode_rate=decode_rate(decoding),
+        draft_tokens=int(np.nansum(steps["draft_tokens"])),
+        accepted_tokens=int(np.nansum(steps["accepted_tokens"])),
+        prediction=predict(decoding, trial.run.get("decode_costs") or []),
+    )
+
+
+def _mean(values: Floats) -> float:
+    """Of what is not null; NaN of nothing."""
+    known = np.count_nonzero(~np.isnan(values))
+    return float(np.nansum(values)) / known if known else float("nan")
+
+
+def _floats(column: pa.ChunkedArray) -> Floats:
+    """Of a column of numbers; NaN for null."""
+    return np.asarray(column.to_numpy(), float)
+
+
+def _lists(column: pa.ChunkedArray) -> list[Floats]:
+    """Of a column of lists: a view on each row's numbers."""
+    array = column.combine_chunks()
+    values, lengths = array.flatten().to_numpy(zero_copy_only=False), array.value_lengths().fill_null(0).to_numpy()
+    ends = lengths.cumsum()
+    return [values[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
