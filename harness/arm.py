@@ -18,6 +18,7 @@ from harness.limits import does_not_fit, memory_free_bytes
 from impls.attention.auto import resolve_attention
 from impls.build import describe_arm, locate, max_model_len, uses_proposer, validate_axes
 from impls.models.source import ModelSource, open_model
+from impls.seams import ModelShape
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -113,12 +114,22 @@ def model_fingerprints(config: Mapping[str, Any]) -> dict[str, str]:
     return {role: open_model(model).fingerprint for role, model in models.items()}
 
 
+def _impossible_shape(shape: ModelShape) -> list[str]:
+    reasons = []
+    if shape.num_heads % shape.num_kv_heads:
+        reasons.append(f"model: num_heads={shape.num_heads} is no multiple of num_kv_heads={shape.num_kv_heads}")
+    if shape.head_dim % 2:
+        reasons.append(f"model: head_dim={shape.head_dim} is odd, but rotary embedding turns pairs")
+    return reasons
+
+
 def validate_arm(config: Mapping[str, Any]) -> list[str]:
     """Reasons why this (resolved) arm cannot run here; empty if it can."""
     source = open_model(config["model"])
     draft = open_model(config["draft"]["model"]) if "draft" in config else None
     length = max_model_len(config, source)
-    reasons = []
+    if reasons := _impossible_shape(source.shape):
+        return reasons
     if length > source.shape.max_position:
         reasons.append(f"model.max_model_len={length} is above the model's own {source.shape.max_position}")
     if draft is not None and draft.shape.vocab_size != source.shape.vocab_size:

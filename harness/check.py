@@ -23,6 +23,7 @@ ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv", "half_width"}
 AT_MOST_ONE = {"share", "top_p", "acceptance_rate"}
 AT_MOST = {"trials": 10_000, "max_trials": 10_000}  # every block is planned, and written down, before the first
 ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
+NUMBERS = AT_LEAST_ONE | ABOVE_ZERO | AT_MOST_ONE | {"per_hour"}  # or null, whatever conf/ says
 CHOICES = {"isolation": ("process", "inline")}
 # Read by the harness before an option is constructed, so no constructor knows them.
 HARNESS_KEYS = {"kv_cache": ("budget",)}
@@ -39,6 +40,8 @@ def check_value(key: str, value: Any, default: Any = None) -> None:
     """An overridden value, mappings and lists included. ``default`` (of conf/) tells its type where it is not null."""
     if key in CHOICES and value not in CHOICES[key]:
         raise not_allowed(key, _shown(value), CHOICES[key])
+    if key.rpartition(".")[2] in NUMBERS and (isinstance(value, str | bool)):
+        raise BadInput(f"{key}={_shown(value)}: must be a number; for example {_shown(default or 1)}")
     if isinstance(value, Mapping):
         for name, item in value.items():
             check_value(f"{key}.{name}", item, default.get(name) if isinstance(default, Mapping) else None)

@@ -16,7 +16,7 @@ from rich.table import Table
 from harness.records import RecordError, decode_numbers, read_json
 from harness.run_dir import KEPT, statuses
 from harness.study import Plan
-from harness.summary import TABLE_COLUMNS, table_rows
+from harness.summary import TABLE_COLUMNS, incomparable, table_rows
 
 WIDTH = 200  # of a table that goes to a file or a pipe
 
@@ -101,7 +101,7 @@ class Reporter:
 
     def _ratio(self, arm: str, reference: str, trial: int) -> float | None:
         ours, theirs = (self._run(name, trial) for name in (arm, reference))
-        if any(run.get("status") != "ok" or run.get("emulated") for run in (ours, theirs)):
+        if any(run.get("status") != "ok" for run in (ours, theirs)) or incomparable(ours, theirs):
             return None
         rates = [run["metrics"].get("output_tokens_per_s") for run in (ours, theirs)]
         return rates[0] / rates[1] if all(rates) else None

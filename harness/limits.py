@@ -103,8 +103,9 @@ def forward_cost(
 ) -> StepCost:
     """FLOPs (a multiply-add is two) of one forward through ``num_layers`` layers (None: all), and the bytes it moves.
 
-    Bytes, at least: the head and every weight of these layers once (a table that is only looked up is left out), each sequence's K/V once, the K/V written, and what the backend copies to make its cache readable
-    (once read, once written; ``gathered_bytes`` is of all layers).
+    Bytes, at least: the head and every weight of these layers once (a table that is only looked up is left out), each
+    sequence's K/V once, the K/V written, and what the backend copies to make its cache readable (once read, once
+    written; ``gathered_bytes`` is of all layers).
     """
     shape, rows = model.shape, sum(query_lens)
     layers = shape.num_layers if num_layers is None else min(num_layers, shape.num_layers)

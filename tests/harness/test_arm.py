@@ -15,8 +15,10 @@ from harness.arm import (
     option,
     readable_traffic,
     resolve_device,
+    resolve_study,
     validate_arm,
 )
+from harness.compose import compose_arm
 from harness.errors import BadInput
 from impls.models.source import open_model
 
@@ -139,3 +141,10 @@ def write_checkpoint(folder, seed):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     save_file(dict(source.weights()), folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize(("change", "said"), [("num_heads=3", "multiple of num_kv_heads"), ("head_dim=15", "odd")])
+def test_a_shape_that_no_kernel_takes_is_not_run(change: str, said: str) -> None:
+    config = resolve_study({"arm": compose_arm(["study=none", "model=tiny", "device=cpu", f"model.shape.{change}"])})
+    (reason,) = validate_arm(config["arm"])
+    assert said in reason
