@@ -63,7 +63,7 @@ def _opened(value: str | None, given: Sequence[str]) -> Iterator[tuple[Path, Pla
     plan = plan_study(given)
     if run_dir is None:
         run_dir = _new_folder(plan["study"])
-    elif run_dir.is_file() or (run_dir.is_dir() and any(not p.name.startswith(".") for p in run_dir.iterdir())):
+    elif run_dir.is_file() or (run_dir.is_dir() and not (run_dir / PLAN_FILE).exists() and _holds_files(run_dir)):
         raise BadInput(f"run_dir={value}: is neither a run nor empty; allowed: a run's folder, an empty or a new one")
     with _held(run_dir):
         if (run_dir / PLAN_FILE).exists():
@@ -198,6 +198,11 @@ def _held(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _holds_files(folder: Path) -> bool:
+    """Others than hidden ones: a lock, or what a killed run left half-written."""
+    return any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def _new_folder(study: str) -> Path:
