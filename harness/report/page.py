@@ -50,6 +50,7 @@ def render(report: Report) -> str:
     return environment.get_template("page.html").render(
         study=str(report.plan.get("study") or report.record.path.name),
         baseline=report.baseline,
+        adaptive=bool(report.plan.get("half_width")),
         command=report.plan.get("command"),
         conditions=provenance.conditions(report),
         rows=verdict.rows(report),
