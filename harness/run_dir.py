@@ -185,10 +185,7 @@ def _agrees(recorded: Sequence[str], option: str) -> bool:
 
 @contextmanager
 def _held(run_dir: Path) -> Iterator[None]:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"run_dir={run_dir}: cannot be made ({error.strerror}); allowed: a folder's path") from error
+    run_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_dir / LOCK_FILE)
     try:
         lock.acquire(timeout=0)

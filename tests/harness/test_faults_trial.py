@@ -61,7 +61,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     seen: dict[str, Any] = {"order": []}
     folder = tmp_path_factory.mktemp("trial")
 
-    def watched_warm_up(engine: Engine, stream: RequestStream) -> Any:
+    def watched_warm_up(engine: Engine, stream: RequestStream, tick: Any) -> Any:
         capture = engine.executor.warm_up
 
         def watched_capture(most: int) -> None:
@@ -69,7 +69,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             capture(most)
 
         engine.executor.warm_up = watched_capture  # type: ignore[method-assign]
-        warmed = warm_up(engine, stream)
+        warmed = warm_up(engine, stream, tick)
         seen["order"].append("warmed up")
         return warmed
 
