@@ -66,6 +66,7 @@ def start_until_a_trial_runs(study: RealStudy, generator: np.random.Generator) -
     return process
 
 
+@pytest.mark.slow
 def test_kill_9_three_times(study: RealStudy, undisturbed: dict[str, Any]) -> None:
     """Each resumed study is killed again, at a random moment of one of the trials that are left."""
     generator = np.random.default_rng(5)

@@ -52,6 +52,7 @@ def suffered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_trial_that_runs_out_of_memory_fails_alone(suffered: Path) -> None:
     failed = read_trial(suffered / "run/memory/0").run
     (reason,) = failed["reasons"]
@@ -88,6 +89,7 @@ def test_a_resumed_study_makes_up_for_what_failed(suffered: Path, tmp_path: Path
         assert (tmp_path / "run" / kept).read_bytes() == (suffered / "run" / kept).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_is_recorded_and_the_study_goes_on(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run(tmp_path, hang_in_static, *ARM, "batching=static,continuous", "study.stall_s=1") == 1

@@ -167,6 +167,7 @@ def test_an_adaptive_study_goes_on_until_its_intervals_are_narrow(command: Any) 
     assert read_plan(run_dir())["half_width"] == 0.03
 
 
+@pytest.mark.slow
 def test_an_adaptive_study_ends_at_its_limit_and_resumes_within_it(command: Any) -> None:
     def wild(job: Mapping[str, Any]) -> float:
         return 1.5 if job["arm"] == "static" and job["trial"] % 2 else 1.0

@@ -121,7 +121,7 @@ def nine_trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("run", ["ladder", "nine_trials"])
+@pytest.mark.parametrize("run", ["ladder", pytest.param("nine_trials", marks=pytest.mark.slow)])
 def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
     page: Page, run: str, request: pytest.FixtureRequest
 ) -> None:
@@ -160,6 +160,7 @@ def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
     assert page.console == []
 
 
+@pytest.mark.slow
 def test_filtered_arms_leave_tables_and_charts(page: Page, ladder: Path, tmp_path: Path) -> None:
     names = list(read_run(ladder).plan["arms"])
     page.open(ladder / "report.html", height=TALL_PX)
@@ -190,6 +191,7 @@ def test_filtered_arms_leave_tables_and_charts(page: Page, ladder: Path, tmp_pat
     assert page.evaluate("location.hash") == "" and page.console == []
 
 
+@pytest.mark.slow
 def test_the_address_keeps_baseline_arms_and_theme(page: Page, ladder: Path) -> None:
     names = list(read_run(ladder).plan["arms"])
     page.open(ladder / "report.html", height=900)
