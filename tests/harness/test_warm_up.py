@@ -73,7 +73,7 @@ def test_an_arm_without_drafts_has_no_cost_of_verification() -> None:
     assert any(s.running == 4 and not s.prefill_tokens for s in seen) and not any(s.draft_tokens for s in seen)
 
 
-def test_where_the_cache_holds_fewer_the_cost_is_that_of_as_many_as_run_together() -> None:
+def test_where_the_cache_holds_fewer_as_many_are_timed_as_run_together() -> None:
     engine, stream, _ = build(
         *("batching.max_num_seqs=8", "kv_cache=contiguous", "model.max_model_len=64", "kv_cache.budget=192tokens"),
         *("workload/prompt_length=constant", "workload.prompt_length.value=8"),
@@ -101,5 +101,5 @@ def test_where_no_full_draft_fits_only_plain_steps_are_timed() -> None:
         *("workload/output_length=constant", "workload.output_length.value=8", *SPECULATIVE[:2]),
     )
     costs = warm_up(engine, stream).decode_costs
-    assert costs is not None and all(cost["rows"] == cost["sequences"] for cost in costs)
+    assert costs and all(cost["rows"] == cost["sequences"] for cost in costs)
     assert not engine.has_work
