@@ -1,0 +1,37 @@
+"""The contracts at which the axes meet, one file each. An axis folder imports these and `request`, never a sibling."""
+
+from impls.seams.arm import Arm, Clock, ModelShape
+from impls.seams.attention import AttentionBackend, StepBatch
+from impls.seams.batching import ScheduledStep, Scheduler
+from impls.seams.decoding import Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
+from impls.seams.execution import CausalLM, Executor, LayerAttention
+from impls.seams.kv_cache import KVCacheManager, KVReservation
+from impls.seams.precision import LinearMethod, PackedLinear
+from impls.seams.target import DraftForward, Emission, StepResult, StepStats, Target
+
+__all__ = [
+    "Arm",
+    "AttentionBackend",
+    "CausalLM",
+    "Clock",
+    "Decoder",
+    "DraftForward",
+    "DraftTokens",
+    "Emission",
+    "Executor",
+    "KVCacheManager",
+    "KVReservation",
+    "LayerAttention",
+    "LinearMethod",
+    "ModelRunner",
+    "ModelShape",
+    "NonFiniteLogitsError",
+    "PackedLinear",
+    "Proposer",
+    "ScheduledStep",
+    "Scheduler",
+    "StepBatch",
+    "StepResult",
+    "StepStats",
+    "Target",
+]

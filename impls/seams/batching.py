@@ -1,0 +1,85 @@
+"""Who runs in a step: `Scheduler`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from impls.request import Sequence
+from impls.seams.arm import Arm
+
+
+@dataclass
+class ScheduledStep:
+    """Who runs in this step, in row order. Plain picklable data.
+
+    num_scheduled_tokens: tokens per sequence that are computed (drafts included, padding not); dead rows are in here
+        with the one position they recompute. padding_tokens: extra rows per sequence that only static batching pays.
+    """
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    padding_tokens: dict[str, int] = field(default_factory=dict)
+    dead_rows: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_scheduled_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Rows that the model computes in this step."""
+        return sum(self.num_scheduled_tokens.values()) + sum(self.padding_tokens.values())
+
+
+class Scheduler(ABC):
+    """A pure policy over its queues and the cache's free space; knows no model and no tensor.
+
+    ``waiting`` and ``running`` are in order of arrival; ``slots`` shows which sequence sits in which of the
+    ``max_num_seqs`` rows (None = free), finished ones included for as long as they hold the row.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    emit: str = "step"  # or "batch_end": what a caller of a batch pipeline sees
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return []
+
+    @abstractmethod
+    def add(self, sequence: Sequence, now_s: float) -> None: ...
+
+    @abstractmethod
+    def schedule(self, now_s: float) -> ScheduledStep:
+        """Decide the next step, allocating its cache space. Empty if nothing can run now (see `next_event_s`).
+
+        A sequence in ``rejected`` can never run (reason as value) and has left the queues. A preempted one is back in
+        ``waiting`` with ``num_computed_tokens`` 0, its blocks freed and its drafts dropped.
+        """
+
+    @abstractmethod
+    def finish(self, sequence: Sequence) -> bool:
+        """The engine has set ``finish_reason``. True if the row's cache was freed, False if it is kept (static)."""
+
+    @abstractmethod
+    def abort(self, seq_id: str) -> None:
+        """Remove a sequence wherever it is and free its blocks."""
+
+    @abstractmethod
+    def next_event_s(self, now_s: float) -> float | None:
+        """When an empty `schedule` is worth repeating without a new arrival (a batch timeout); None: never."""
+
+    @property
+    @abstractmethod
+    def running(self) -> Seq[Sequence]: ...
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def slots(self) -> Seq[str | None]: ...

@@ -1,0 +1,85 @@
+"""From logits to tokens: `Decoder` and `Proposer`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from impls.request import Sequence
+from impls.seams.arm import Arm
+from impls.seams.attention import StepBatch
+
+
+@dataclass
+class DraftTokens:
+    """Drafts of one sequence. ``probs``: [k, vocab] FP32, the distribution each was drawn from; None = one-hot."""
+
+    token_ids: list[int]
+    probs: Tensor | None = None
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """The model gave NaN or infinity (or -inf only) where a token was to be chosen. ``seq_ids`` says for whom."""
+
+    def __init__(self, seq_ids: Seq[str]) -> None:
+        super().__init__(f"non-finite logits for {', '.join(seq_ids)}")
+        self.seq_ids = tuple(seq_ids)
+
+
+class Decoder(ABC):
+    """From a step's logits to the tokens that it yields."""
+
+    uses_proposer: bool = False
+    emulated: str | None = None  # which setting stands in for a real decision, None if none does
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return []
+
+    @abstractmethod
+    def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
+        """The new tokens of each sequence: its accepted drafts, then one recovered or bonus token (at least one).
+
+        logits: FP32 [R, vocab]; a sequence owns ``len(draft_token_ids) + 1`` consecutive rows, in the order given; its
+        row j is the target's distribution of position ``num_tokens + j``. Tokens past a stop token or ``max_tokens``
+        are the engine's to cut.
+        """
+
+
+class ModelRunner(Protocol):
+    """How a proposer runs a model over the blocks that its sequences already hold."""
+
+    def draft_forward(
+        self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int], *, model: str, num_layers: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run ``tokens[id]`` at positions ``starts[id]``...; FP32 logits [vocab] of each sequence's last row.
+
+        model: "target" or "draft"; num_layers: stop after so many of its layers, then final norm and head.
+        """
+
+
+class Proposer(ABC):
+    """Drafts tokens. Its K/V is extra layers in the same blocks, so preemption, rollback and the budget cover it."""
+
+    num_draft_tokens: int
+    needs_draft_model: bool = False
+    max_lookahead_tokens: int = 0  # positions past num_tokens that `propose` itself writes K/V to
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return []
+
+    @abstractmethod
+    def propose(self, sequences: Seq[Sequence], k: Mapping[str, int], runner: ModelRunner) -> dict[str, DraftTokens]:
+        """At most ``k[id]`` drafts for each sequence (fewer, or none, are fine)."""
+
+    def observe(self, batch: StepBatch, hidden_states: Tensor | None) -> None:
+        """After every step, prefill included: final-normed hidden states [T, hidden]."""
+
+    def forget(self, seq_id: str) -> None:
+        """The sequence finished or was preempted: drop what is kept for it."""

@@ -1,0 +1,62 @@
+"""How a step is launched: `Executor`, and the model that it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from impls.seams.arm import Arm, ModelShape
+from impls.seams.attention import AttentionBackend, StepBatch
+from impls.seams.precision import LinearMethod
+
+# Stores k, v [T, num_kv_heads, head_dim] of a layer, attends with q [T, num_heads, head_dim]: (layer, q, k, v) -> out.
+LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class CausalLM(Protocol):
+    """What an executor runs: a Llama-family model over the flattened rows of a step."""
+
+    shape: ModelShape
+    method: LinearMethod
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all resident weights."""
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes of an embedding table that no matrix product reads; 0 where the head's own memory serves the lookup."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
+    ) -> Tensor:
+        """Final-normed hidden states [T, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] to FP32 [R, vocab]."""
+
+
+class Executor(ABC):
+    """How a step is launched. Eager is the norm; compiled and graph variants must match it."""
+
+    model: CausalLM
+    attention: AttentionBackend
+    attention_s: float | None = None  # of the last `execute`: inside `LayerAttention`; None where it cannot be told
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return []
+
+    @abstractmethod
+    def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """FP32 logits [R, vocab] and final-normed hidden states [T, hidden]."""
+
+    @abstractmethod
+    def draft(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        """For a proposer: FP32 logits [R, vocab] after the first ``num_layers`` layers (None = all)."""
+
+    def warm_up(self, max_num_seqs: int) -> None:
+        """Compile or capture every shape that will be run; called before the timed window."""
