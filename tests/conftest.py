@@ -20,6 +20,11 @@ MODEL_CONFIGS = Path(__file__).parents[1] / "conf" / "model"
 torch.set_num_threads(2)  # small tensors: more threads only slow a large machine down
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Several workers for the whole suite, none for a file or folder that is named: benchmarks want the machine alone."""
+    return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else min(4, os.cpu_count() or 1)
+
+
 @pytest.fixture(scope="session")
 def real_model() -> ModelSource:
     """SmolLM2-135M-Instruct from the user's cache, downloaded there once."""
