@@ -17,6 +17,12 @@ from workloads.options import require
 
 Times = NDArray[np.float64]
 
+# Beyond these an option is a mistake, and arithmetic with it overflows or never ends.
+MIN_RATE, MAX_RATE = 1e-6, 1e9  # requests per second: one in twelve days
+MIN_S, MAX_S = 1e-3, 1e9
+MIN_CV, MAX_CV = 1e-3, 100.0
+MAX_RELATIVE = 1e9
+
 
 class ArrivalLaw(Protocol):
     def sample(self, rng: Generator, n: int) -> Times:
@@ -24,7 +30,15 @@ class ArrivalLaw(Protocol):
 
 
 def _check_rate(rate: float) -> None:
-    require(rate > 0, "rate", rate, "above 0 (requests per second)")
+    require(MIN_RATE <= rate <= MAX_RATE, "rate", rate, f"from {MIN_RATE:g} to {MAX_RATE:g} (requests per second)")
+
+
+def _check_seconds(field: str, value: float) -> None:
+    require(MIN_S <= value <= MAX_S, field, value, f"from {MIN_S:g} to {MAX_S:g} (seconds)")
+
+
+def _check_cv(cv: float) -> None:
+    require(cv == 0 or MIN_CV <= cv <= MAX_CV, "cv", cv, f"0 or from {MIN_CV:g} to {MAX_CV:g}")
 
 
 def _gamma_gaps(rng: Generator, n: int, rate: float, cv: float) -> Times:
@@ -73,7 +87,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         _check_rate(self.rate)
-        require(0 < self.cv <= 100, "cv", self.cv, "above 0 and at most 100")
+        require(MIN_CV <= self.cv <= MAX_CV, "cv", self.cv, f"from {MIN_CV:g} to {MAX_CV:g}")
 
     def sample(self, rng: Generator, n: int) -> Times:
         return np.cumsum(_gamma_gaps(rng, n, self.rate, self.cv))
@@ -94,25 +108,20 @@ class OnOff:
 
     def __post_init__(self) -> None:
         _check_rate(self.rate)
-        require(self.on_s > 0, "on_s", self.on_s, "above 0 (seconds)")
-        require(self.off_s > 0, "off_s", self.off_s, "above 0 (seconds)")
+        _check_seconds("on_s", self.on_s)
+        _check_seconds("off_s", self.off_s)
         require(0 <= self.off_min_s <= self.off_s, "off_min_s", self.off_min_s, f"from 0 to off_s={self.off_s}")
-        require(0 <= self.cv <= 100, "cv", self.cv, "from 0 to 100")
+        _check_cv(self.cv)
 
     def sample(self, rng: Generator, n: int) -> Times:
-        gaps_rng, on_rng, off_rng = rng.spawn(3)
-        on_rate = self.rate * (self.on_s + self.off_s) / self.on_s
-        on_time = np.cumsum(_gamma_gaps(gaps_rng, n, on_rate, self.cv))
-        # On time runs through the on periods only; each off period passed shifts what follows.
-        ends, silences = np.empty(0), np.empty(0)
-        while n and (ends.size == 0 or ends[-1] < on_time[-1]):
-            more = 1024
-            last = ends[-1] if ends.size else 0.0
-            ends = np.append(ends, last + np.cumsum(on_rng.standard_exponential(more) * self.on_s))
-            off = self.off_min_s + off_rng.standard_exponential(more) * (self.off_s - self.off_min_s)
-            silences = np.append(silences, off)
-        passed = np.searchsorted(ends, on_time, side="left")
-        return on_time + np.concatenate(([0.0], np.cumsum(silences)))[passed]
+        gaps_rng, ends_rng, off_rng = rng.spawn(3)
+        gaps = _gamma_gaps(gaps_rng, n, self.rate * (self.on_s + self.off_s) / self.on_s, self.cv)
+        # In on time, on periods end as a Poisson process; the silences that fall into a gap add up to a gamma variable.
+        # However many on periods pass without an arrival, n draws of each do.
+        silences = ends_rng.poisson(gaps / self.on_s)
+        off = silences * self.off_min_s + off_rng.standard_gamma(silences) * (self.off_s - self.off_min_s)
+        times: Times = np.cumsum(gaps + off)
+        return times
 
 
 @dataclass(frozen=True)
@@ -128,10 +137,14 @@ class Piecewise:
     def __post_init__(self) -> None:
         _check_rate(self.rate)
         require(len(self.segments) > 0, "segments", list(self.segments), "a list of [duration_s, relative rate]")
-        require(all(d > 0 for d, _ in self.segments), "segments", list(self.segments), "durations above 0")
-        require(all(r >= 0 for _, r in self.segments), "segments", list(self.segments), "relative rates of at least 0")
-        require(any(r > 0 for _, r in self.segments), "segments", list(self.segments), "somewhere above 0 in rate")
-        require(0 <= self.cv <= 100, "cv", self.cv, "from 0 to 100")
+        shown = list(self.segments)
+        allowed = f"durations from {MIN_S:g} to {MAX_S:g} (seconds)"
+        require(all(MIN_S <= d <= MAX_S for d, _ in self.segments), "segments", shown, allowed)
+        allowed = f"relative rates of 0 or from {1 / MAX_RELATIVE:g} to {MAX_RELATIVE:g}"
+        rates = [r for _, r in self.segments if r != 0]
+        require(all(1 / MAX_RELATIVE <= r <= MAX_RELATIVE for r in rates), "segments", shown, allowed)
+        require(len(rates) > 0, "segments", shown, "somewhere above 0 in rate")
+        _check_cv(self.cv)
 
     def sample(self, rng: Generator, n: int) -> Times:
         durations, relative = np.array(self.segments).T

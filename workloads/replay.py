@@ -17,6 +17,8 @@ from workloads.stream import Plan, RequestStream
 from workloads.trace import dequantise, read_trace
 from workloads.trace_prompts import TracePrompts, given_prompts
 
+MAX_SCALE = 1e6  # beyond it a run has no end, and its reciprocal no beginning
+
 
 @dataclass(frozen=True)
 class Options:
@@ -39,7 +41,8 @@ class Options:
             self.dequantise_s,
             "above 0 (seconds), or null",
         )
-        require(self.time_scale > 0, "time_scale", self.time_scale, "above 0 (0.5 is twice as fast)")
+        allowed = f"from {1 / MAX_SCALE:g} to {MAX_SCALE:g} (0.5 is twice as fast)"
+        require(1 / MAX_SCALE <= self.time_scale <= MAX_SCALE, "time_scale", self.time_scale, allowed)
         check_overlength(self.overlength)
 
 
@@ -92,6 +95,7 @@ def replay(setting: Setting) -> RequestStream:
             SingleTurn().plan(np.random.default_rng(0), n),
             sampling,
             [row.session_id for row in rows],
+            [row.priority for row in rows],
         ),
         prompts,
         window_rule="replay" if timed else "burst",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from workloads.arrivals import MAX_S
 from workloads.errors import one_of
 from workloads.options import require
 
@@ -61,7 +62,7 @@ class MultiTurn:
             self.max_turns,
             f"from min_turns={self.min_turns} to 10000",
         )
-        require(self.think_s >= 0, "think_s", self.think_s, "at least 0 (seconds)")
+        require(0 <= self.think_s <= MAX_S, "think_s", self.think_s, f"from 0 to {MAX_S:g} (seconds)")
         require(self.history in HISTORIES, "history", self.history, one_of(HISTORIES, self.history))
 
     def plan(self, rng: Generator, n: int) -> SessionPlan:

@@ -1,5 +1,7 @@
 """Arrivals have the spacing that their name promises (one public tool's 'constant' had a CV of 0.98)."""
 
+import time
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -69,6 +71,27 @@ def test_onoff_is_silent_between_bursts():
     assert silent.mean() == pytest.approx(1 / 200, rel=0.1)
     assert gaps[~silent].mean() == pytest.approx(1 / 20, rel=0.05)
     assert gaps[silent].mean() == pytest.approx(30.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        OnOff(rate=1e-6, on_s=1e-3, off_s=1e-3),
+        OnOff(rate=1e-6, on_s=1e-3, off_s=1e9, off_min_s=1e9, cv=100.0),
+        OnOff(rate=1e9, on_s=1e9, off_s=1e-3, cv=1e-3),
+        Piecewise(1e-6, ((1e-3, 1e-9), (1e9, 0.0), (1e-3, 1e9)), cv=100.0),
+        Piecewise(1e9, ((1e-3, 1e9), (1e9, 1e-9)), cv=0.0),
+        Gamma(1e-6, 100.0),
+        Gamma(1e9, 1e-3),
+        Poisson(1e-6),
+        Constant(1e-6),
+    ],
+    ids=repr,
+)
+def test_the_extremes_of_every_option_give_finite_times_at_once(law):
+    began = time.monotonic()
+    times = law.sample(rng(9), N)
+    assert np.isfinite(times).all() and (np.diff(times) >= 0).all() and time.monotonic() - began < 5
 
 
 def test_piecewise_follows_its_rates_and_repeats():
