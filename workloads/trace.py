@@ -25,9 +25,11 @@ MAX_LINE_CHARS, MAX_TRACE_SIZE = 1 << 25, 1 << 28
 SURROGATE = re.compile("[\ud800-\udfff]")
 SHOWN_CHARS = 40  # of a value in an error
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?", re.ASCII)
+AZURE_COUNT = re.compile(r"\d{1,19}", re.ASCII)
 FIELDS = (
     "timestamp", "arrival_s", "prompt", "prompt_token_ids", "input_length", "output_length", "max_tokens", "hash_ids",
-    "seed", "temperature", "ignore_eos", "session_id",
+    "seed", "temperature", "ignore_eos", "session_id", "priority",
 )  # fmt: skip
 
 
@@ -35,6 +37,7 @@ FIELDS = (
 class TraceRow:
     """One recorded request. Exactly one of ``prompt``, ``prompt_token_ids`` and ``input_length`` says what its prompt
     is (``hash_ids`` may refine a length); ``arrival_s`` None: the file gives no times; other None: not recorded.
+    ``priority``: lower runs first under ``batching.order=priority``.
     """
 
     line: int
@@ -48,6 +51,7 @@ class TraceRow:
     temperature: float | None = None
     ignore_eos: bool | None = None
     session_id: str | None = None
+    priority: int = 0
 
 
 def read_trace(path: Path, *, limit: int | None, skip_head: int) -> list[TraceRow]:
@@ -116,16 +120,18 @@ def _azure_row(line: int, text: str) -> TraceRow:
     parts = text.split(",")
     if len(parts) != 3:
         raise ValueError(f"must have the 3 columns {','.join(AZURE_HEADER)}, has {len(parts)}")
-    whole, _, fraction = parts[0].partition(".")
+    time = AZURE_TIME.fullmatch(parts[0])
     try:
-        seconds = (datetime.fromisoformat(whole) - datetime(2000, 1, 1)).total_seconds()
-        # seven digits: more than datetime holds
-        seconds += int(fraction) / 10 ** len(fraction) if fraction else 0.0
-    except (ValueError, TypeError) as error:
+        if time is None:
+            raise ValueError("has another form")
+        whole = datetime.fromisoformat(time[1])
+    except ValueError as error:
         raise ValueError(f"TIMESTAMP={_shown(parts[0])}: must be like 2023-11-16 18:15:46.6805900") from error
+    # The fraction by itself: its seven digits are more than datetime holds.
+    seconds = (whole - datetime(2000, 1, 1)).total_seconds() + float(time[2] or 0)
     numbers = {}
     for name, value in zip(AZURE_HEADER[1:], parts[1:], strict=True):
-        numbers[name] = _tokens(name, int(value) if value.strip().isdecimal() and len(value) < 20 else value)
+        numbers[name] = _tokens(name, int(value) if AZURE_COUNT.fullmatch(value) else value)
     return TraceRow(line, numbers["GeneratedTokens"], seconds, input_length=numbers["ContextTokens"])
 
 
@@ -169,6 +175,7 @@ def _json_row(line: int, text: str) -> TraceRow:
         temperature=_temperature(row),
         ignore_eos=_typed(row, "ignore_eos", bool),
         session_id=_text("session_id", None if session is None else str(session)),
+        priority=_priority(row),
     )
 
 
@@ -230,6 +237,15 @@ def _seed(row: dict[str, Any]) -> int | None:
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
         raise ValueError(f"seed={_shown(seed)}: must be a whole number from 0 to 2**63 - 1")
     return seed
+
+
+def _priority(row: dict[str, Any]) -> int:
+    priority = row.get("priority")
+    if priority is None:
+        return 0
+    if type(priority) is not int or abs(priority) >= 2**31:
+        raise ValueError(f"priority={_shown(priority)}: must be a whole number between -2**31 and 2**31")
+    return priority
 
 
 def _temperature(row: dict[str, Any]) -> float | None:
