@@ -5,7 +5,7 @@ from impls.seams.attention import AttentionBackend, StepBatch
 from impls.seams.batching import ScheduledStep, Scheduler
 from impls.seams.decoding import Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
 from impls.seams.execution import CausalLM, Executor, LayerAttention
-from impls.seams.kv_cache import KVCacheManager, KVReservation
+from impls.seams.kv_cache import KVCacheManager, KVReservation, PrefixIndex
 from impls.seams.precision import LinearMethod, PackedLinear
 from impls.seams.target import DraftForward, Emission, StepResult, StepStats, Target
 
@@ -27,6 +27,7 @@ __all__ = [
     "ModelShape",
     "NonFiniteLogitsError",
     "PackedLinear",
+    "PrefixIndex",
     "Proposer",
     "ScheduledStep",
     "Scheduler",

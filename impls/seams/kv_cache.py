@@ -1,4 +1,4 @@
-"""Where keys and values live: `KVCacheManager`."""
+"""Where keys and values live: `KVCacheManager`, and `PrefixIndex`, by which sequences share what is equal."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ class KVCacheManager(ABC):
     def validate(cls, arm: Arm) -> list[str]:
         return []
 
+    @property
+    def shared_tokens(self) -> int:
+        """Positions that sequences hold in common, each counted once less than it has holders."""
+        return 0
+
+    @abstractmethod
+    def begin(self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None) -> int:
+        """Open a sequence with what the cache knows of its start: how many positions need not be computed, at most
+        ``len(token_ids) - 1``. Undone by `free`. ``max_total_tokens``: how long it can become, where that is known.
+
+        ``token_ids`` is kept and read again by `commit`, which lets others share what is written: its owner appends
+        verified tokens before it commits them, and changes nothing else. A sequence that is only allocated shares
+        nothing.
+        """
+
     @abstractmethod
     def allocate(self, seq_id: str, num_tokens: int) -> bool:
         """Hold blocks for positions 0..num_tokens-1, all or nothing; False leaves everything as it was."""
@@ -32,7 +47,16 @@ class KVCacheManager(ABC):
         """These positions are written and verified; whatever was allocated past them stays reserved."""
 
     @abstractmethod
-    def free(self, seq_id: str) -> None: ...
+    def free(self, seq_id: str) -> None:
+        """Give up its blocks. What was committed of them may still serve a later `begin`, until its room is wanted."""
+
+    @abstractmethod
+    def share_prefixes(self, index: PrefixIndex) -> None:
+        """Let sequences that begin alike hold the same blocks, found by ``index``. Before the first `begin`."""
+
+    @abstractmethod
+    def reset_prefixes(self) -> None:
+        """Forget whatever could be shared. Sequences keep their blocks, and share nothing of them later."""
 
     @abstractmethod
     def block_table(self, seq_id: str) -> Seq[int]: ...
@@ -43,7 +67,8 @@ class KVCacheManager(ABC):
 
     @property
     @abstractmethod
-    def num_free_blocks(self) -> int: ...
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, those included that are kept for a later `begin`."""
 
     @abstractmethod
     def check_invariants(self) -> None:
@@ -52,6 +77,45 @@ class KVCacheManager(ABC):
     def never_fits(self, num_tokens: int) -> bool:
         """True if a sequence of that length could not be held even by an empty cache."""
         return -(-num_tokens // self.block_size) > self.num_blocks
+
+
+class PrefixIndex(ABC):
+    """Which block holds the K/V of which tokens, given all tokens before them. Full blocks only.
+
+    It maps content to blocks and knows neither sequences nor recency: the cache counts holders and chooses what to
+    evict. Two sequences may compute the same content side by side; each has its own copy, and the content is known as
+    long as one copy is. Whoever holds a block holds a copy of everything before it; of what nobody holds, one copy is
+    kept. So the cache can promise to evict what follows a block before the block itself.
+    """
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return []
+
+    @abstractmethod
+    def match(self, token_ids: Seq[int], max_blocks: int) -> list[int]:
+        """Blocks of the longest known start of ``token_ids``, at most ``max_blocks``; of each a copy."""
+
+    @abstractmethod
+    def publish(self, token_ids: Seq[int], block: int, after: int | None) -> int | None:
+        """``block`` holds these tokens, one block of them, behind those of the published block ``after`` (None: at the
+        start). A copy of the same that was known before, None if there was none."""
+
+    @abstractmethod
+    def keep(self, block: int) -> bool:
+        """Nobody holds it any more. True if it is the only copy of its content; else it is unknown, or forgotten."""
+
+    @abstractmethod
+    def evict(self, block: int) -> None:
+        """Forget a block that `keep` kept; nothing known follows it."""
+
+    @abstractmethod
+    def clear(self) -> None: ...
+
+    @abstractmethod
+    def contents(self) -> dict[int, tuple[int, ...]]:
+        """All tokens from the start through the end of each known block, for checks. AssertionError for a broken
+        structure."""
 
 
 @dataclass(frozen=True)
