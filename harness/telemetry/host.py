@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -12,25 +13,31 @@ from harness.telemetry.sampler import Reading, Source
 
 
 class ProcessSource(Source):
-    """Resident memory, CPU use (100 % is one core) and garbage-collection pauses of this process.
+    """Resident memory, CPU use (100 % is one core) and garbage-collection pauses of this process; of its ``workers``
+    (process ids) memory and CPU use are added, a page that several look at once for each.
 
     ``gc_pause_s`` is the length of all pauses since the previous reading. Automatic collection is off while a trial is
     measured; a library may still collect (capturing a CUDA graph does), and then no thread runs.
     """
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._process.cpu_percent()
+    def __init__(self, workers: Sequence[int] = ()) -> None:
+        self._processes = [psutil.Process(), *map(psutil.Process, workers)]
+        for process in self._processes:
+            process.cpu_percent()
         self._paused_s = self._began_s = 0.0
         self._told_s: float | None = None
         gc.callbacks.append(self._on_collection)
 
     def read(self) -> Sequence[Reading]:
-        with self._process.oneshot():
-            readings = [
-                Reading("process", "resident_bytes", float(self._process.memory_info().rss), "B"),
-                Reading("process", "cpu_percent", self._process.cpu_percent(), "%"),
-            ]
+        resident = percent = 0.0
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess), process.oneshot():  # a worker that has died uses nothing
+                resident += process.memory_info().rss
+                percent += process.cpu_percent()
+        readings = [
+            Reading("process", "resident_bytes", resident, "B"),
+            Reading("process", "cpu_percent", percent, "%"),
+        ]
         paused = self._paused_s
         if self._told_s is not None:  # what was collected before the first reading is no part of the trial
             readings.append(Reading("process", "gc_pause_s", paused - self._told_s, "s"))

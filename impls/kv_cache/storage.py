@@ -16,6 +16,8 @@ class KVStorage:
 
     Behind the last block lies one row that belongs to no block. Slot -1 (*do not store*) is the last row, hence that
     one: padding needs no test, no host sync and no branch, and cannot land in a block (vllm#43810).
+
+    ``memory``: uint8 [bytes_needed] in which all of them lie, which another process may look at; None: their own.
     """
 
     def __init__(
@@ -27,15 +29,26 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        memory: Tensor | None = None,
     ) -> None:
         self.num_layers, self.num_blocks, self.block_size, self.dtype = num_layers, num_blocks, block_size, dtype
         num_slots = num_blocks * block_size
         rows = (num_slots + 1, num_kv_heads, head_dim)
         blocks = (num_blocks, block_size, num_kv_heads, head_dim)
-        self._k_rows = [torch.empty(rows, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._v_rows = [torch.empty(rows, dtype=dtype, device=device) for _ in range(num_layers)]
+        if memory is None:
+            all_rows = [torch.empty(rows, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+        else:
+            all_rows = [part.view(dtype).view(rows) for part in memory.chunk(2 * num_layers)]
+        self._k_rows, self._v_rows = all_rows[:num_layers], all_rows[num_layers:]
         self._k = [tensor[:num_slots].view(blocks) for tensor in self._k_rows]
         self._v = [tensor[:num_slots].view(blocks) for tensor in self._v_rows]
+
+    @staticmethod
+    def bytes_needed(
+        num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """What `num_bytes` of such a storage will be."""
+        return 2 * num_layers * (num_blocks * block_size + 1) * num_kv_heads * head_dim * dtype.itemsize
 
     def make_resident(self) -> None:
         """Touch every page. Memory that is only promised would flatter the arm that reserves most and writes least."""

@@ -48,7 +48,7 @@ def kv_parts(steps: pd.DataFrame) -> dict[str, Floats]:
 
 
 def chart(report: Report) -> Chart:
-    seen, total = panel_arms(report, lambda trial: bool(trial.steps["kv_capacity_tokens"].notna().any()))
+    seen, total = panel_arms(report, _shows_one_cache)
     title = "KV cache: what every position of the budget is for"
     if not seen:
         return Chart("kv", title, "", Table((), ()), empty="No arm recorded how its KV cache was filled.")
@@ -96,6 +96,11 @@ def chart(report: Report) -> Chart:
         f"the dotted budget). {shown:,} of {steps:,} steps, extremes kept; shares in the table are weighted by time."
     )
     return Chart("kv", title, note, _table(seen), traces, layout, height)
+
+
+def _shows_one_cache(trial: TrialRecord) -> bool:
+    """Workers have a cache each, and their steps overlap: no one line shows them."""
+    return bool(trial.steps["kv_capacity_tokens"].notna().any() and trial.steps["worker"].isna().all())
 
 
 def _line_at(capacity: float, axis: str) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What a trial's record says of the engines that it drives, read from them where they run: here, or in workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from harness.errors import one_line
+from harness.limits import ResidentModel, resident_models
+from harness.linear_stages import Record, linear_stage_times, row_counts
+from impls.engine import Engine
+from impls.seams import ForeignTarget, Topology
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """``kernels``: which this arm reaches on this device. ``models``: as `resident_models` names them."""
+
+    kernels: dict[str, str]
+    emulated: list[str]
+    weights_bytes: int
+    speculation: bool
+    models: dict[str, ResidentModel]
+
+
+def each(target: Engine | Topology, function: Callable[[Engine], T], *, first_only: bool = False) -> list[T]:
+    """``function(engine)`` of every engine of the target (or of its first), where the engine runs."""
+    return [function(target)] if isinstance(target, Engine) else target.call(function, first_only=first_only)
+
+
+def facts_of(target: Engine | Topology | ForeignTarget, kv_element_bytes: int) -> list[EngineFacts]:
+    """One an engine; none of a target that has no engine of ours. RuntimeError if a worker has died."""
+    if not isinstance(target, Engine | Topology):
+        return []
+    return each(target, partial(engine_facts, kv_element_bytes=kv_element_bytes))
+
+
+def engine_facts(engine: Engine, kv_element_bytes: int) -> EngineFacts:
+    return EngineFacts(
+        kernels=kernels(engine),
+        emulated=emulated(engine),
+        weights_bytes=engine.weights_bytes,
+        speculation=engine.decoder.uses_proposer,
+        models=resident_models(engine, kv_element_bytes),
+    )
+
+
+def kernels(engine: Engine) -> dict[str, str]:
+    model = engine.executor.model
+    found = {
+        "linear": model.method.kernel,
+        "head": model.method.head_method().kernel,
+        "elementwise": engine.executor.compiler or model.elementwise_kernel,
+        "attention": type(engine.executor.attention).__name__,
+    }
+    return found | ({"swap": engine.swap.route} if engine.scheduler.preemption == "swap" else {})
+
+
+def emulated(engine: Engine) -> list[str]:
+    parts = (engine.executor.model.method, engine.decoder)
+    return [note for note in (getattr(part, "emulated", None) for part in parts) if note]
+
+
+def time_linear_layers(engine: Engine) -> tuple[list[Record] | None, list[str]]:
+    """`linear_stage_times` and warnings: a window that has been measured is not lost to what comes after it."""
+    try:
+        return linear_stage_times(engine.executor.model, row_counts(engine.scheduler.max_num_seqs)), []
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when a device is out of memory
+        return None, [f"the linear layers could not be timed: {one_line(str(error))}"]

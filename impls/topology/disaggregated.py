@@ -1,0 +1,91 @@
+"""Prefill and decode on workers of their own (DistServe, Splitwise 2024; Mooncake 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from impls.request import Request
+from impls.seams import Arm, Clock, EngineBuilder
+from impls.seams.topology import Config
+from impls.topology.options import count_reasons, shown_late, worker_config
+from impls.topology.workers import WorkerGroup
+
+ROLES = ("prefill", "decode")
+
+
+class Disaggregated(WorkerGroup):
+    """A prefill worker computes a prompt and emits its first token; a decode worker copies the keys and values and
+    makes the others. So no prompt makes the sequences that decode wait, and each side batches as suits it.
+
+    prefill, decode: ``workers``; ``threads`` of each (None: the device's); ``batching``, an option of that group (None:
+    the arm's); ``max_num_seqs`` in its place; for prefill ``kv_share``, the part of the KV budget that its workers
+    divide, the decode workers have the rest.
+
+    A prompt's blocks stay with the prefill worker until the decode worker that was chosen has admitted the sequence, by
+    its own policy and as its own pool allows, and has copied them. So a full decode pool is felt where requests come
+    in: prompts that are done fill the prefill pool, and new ones wait. What a decode worker preempts it recomputes, or
+    swaps, by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill: Mapping[str, Any],
+        decode: Mapping[str, Any],
+        arm: Config,
+        builder: EngineBuilder,
+        clock: Clock,
+        max_model_len: int,
+    ) -> None:
+        configs = self.worker_configs(arm)
+        entries, decoders = ([name for name in configs if name.startswith(role)] for role in ROLES)
+        self._decode_cache = builder.cache(configs[decoders[0]])
+        self._max_model_len = max_model_len
+        super().__init__(configs, entries=entries, decoders=decoders, builder=builder, clock=clock)
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        options = arm.axes["topology"]
+        reasons = [why for role in ROLES for why in count_reasons(f"topology.{role}", options[role])]
+        share = options["prefill"]["kv_share"]
+        if not isinstance(share, int | float) or not 0 < share < 1:
+            reasons.append(f"topology.prefill.kv_share={share}: must be a share of the KV budget above 0 and below 1")
+        policies = {role: options[role]["batching"] or arm.axes["batching"] for role in ROLES}
+        reasons += [why for policy in policies.values() for why in shown_late(policy)]
+        if policies["decode"]["name"] == "static":
+            reasons.append(
+                "batching=static computes every sequence of a batch from its first position on: a decode worker needs "
+                "a policy that goes on with what was computed (topology.decode.batching=continuous)"
+            )
+        if arm.device != "cpu":
+            reasons.append(f"device={arm.device}: keys and values are handed over in host memory, so far only on a CPU")
+        return reasons
+
+    @classmethod
+    def worker_configs(cls, config: Config) -> dict[str, dict[str, Any]]:
+        options = config["topology"]
+        share = float(options["prefill"]["kv_share"])
+        configs = {}
+        for role, part in zip(ROLES, (share, 1 - share), strict=True):
+            chosen = options[role]
+            for i in range(int(chosen["workers"])):
+                configs[f"{role}{i}"] = worker_config(
+                    config,
+                    share=part / int(chosen["workers"]),
+                    threads=chosen["threads"],
+                    batching=chosen["batching"],
+                    max_num_seqs=chosen["max_num_seqs"],
+                )
+        return configs
+
+    def never_runs(self, request: Request) -> str | None:
+        """The prefill worker knows only of the first token: who is too long for the others is told so at once."""
+        prompt, output = len(request.prompt_token_ids), request.sampling.max_tokens
+        what = f"prompt ({prompt}) + max_tokens ({output}) = {prompt + output} tokens"
+        if prompt + output > self._max_model_len:
+            return f"{what}, max_model_len is {self._max_model_len}"
+        if self._decode_cache.never_fits(prompt + output):
+            held = self._decode_cache.num_blocks * self._decode_cache.block_size
+            return f"{what}, the whole KV cache of a decode worker holds {held}"
+        return None

@@ -1,0 +1,203 @@
+"""The worker's side: one engine in a process of its own, which takes orders between steps and reports every step."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import threading
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.request import Request, Sequence
+from impls.seams import Clock, EngineBuilder, KVReservation, StepResult, StepStats
+from impls.seams.topology import BlockStorage, Config
+from impls.topology.messages import Answer, Call, Drop, Failed, HandOver, Order, Resume, Stepped, Submit
+
+
+class FollowedClock:
+    """Shows what the run's clock shows. It comes along with every order, for the run may have restarted it meanwhile;
+    it has to count alike in every process of this machine, as a monotonic system clock does."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def follow(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def sleep_until(self, deadline_s: float) -> None:
+        self._clock.sleep_until(deadline_s)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker is to be. ``pools``: the shared memory in which prefill workers keep their keys and values, by
+    their names; a worker whose own name is among them hands over, another one takes from them. ``pool_configs``: of
+    the workers whose pools they are.
+    """
+
+    name: str
+    config: Config
+    builder: EngineBuilder
+    clock: Clock
+    pools: Mapping[str, Any]
+    pool_configs: Mapping[str, Config]
+
+
+def run_worker(plan: WorkerPlan, connection: Connection) -> None:
+    """A worker process from its start to its end. It ends as soon as the router's end of the connection is closed,
+    whatever it is doing then: a router that was killed leaves no worker behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; what it means is the router's affair
+    orders: queue.SimpleQueue[tuple[Clock, Order]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, orders), daemon=True).start()
+    if plan.config["device"].get("threads"):
+        torch.set_num_threads(int(plan.config["device"]["threads"]))
+    try:
+        worker = Worker(plan)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # as in the process that drives a single engine
+        connection.send(Answer())
+        while True:
+            worker.turn(orders, connection)
+    except BrokenPipeError:
+        return  # the router has closed; `_receive` is about to end this process too
+    except Exception as error:  # whatever a technique raises ends this worker; its requests fail with these words
+        connection.send(Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500]))
+        raise
+
+
+def _receive(connection: Connection, orders: queue.SimpleQueue[tuple[Clock, Order]]) -> None:
+    """Keeps the pipe empty, so that the router never waits for a step to end."""
+    try:
+        while True:
+            orders.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+class Worker:
+    """An engine and what it has to do with other workers: hand over, or take."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.clock = FollowedClock(plan.clock)
+        memory = {name: torch.frombuffer(pool, dtype=torch.uint8) for name, pool in plan.pools.items()}
+        own: Tensor | None = memory.pop(plan.name, None)
+        self.engine = plan.builder.engine(plan.config, self.clock, own)
+        self._hands_over = own is not None
+        self._remote: dict[str, BlockStorage] = {}
+        if not self._hands_over:
+            self._remote = {n: plan.builder.storage(plan.pool_configs[n], seen) for n, seen in memory.items()}
+        self._name = plan.name
+        self._requests: dict[str, Request] = {}  # those that are to be handed over, whole
+        self._ready: list[tuple[str, tuple[int, ...]]] = []  # held in this step: request, blocks
+        self._transfers: dict[str, tuple[int, float]] = {}  # taken in this step: request -> bytes, seconds
+        self._can_run = False
+        if self._hands_over:
+            self.engine.before_finish = self._hold
+
+    def turn(self, orders: queue.SimpleQueue[tuple[Clock, Order]], connection: Connection) -> None:
+        """Take every order that is there (wait for one if nothing can run), then one step."""
+        try:
+            clock, order = orders.get(block=not self._can_run, timeout=self._patience_s())
+            while True:
+                self.clock.follow(clock)
+                if (answer := self._obey(order)) is not None:
+                    connection.send(answer)
+                clock, order = orders.get_nowait()
+        except queue.Empty:
+            pass
+        report = self._step()
+        self._can_run = report.result.stats is not None or bool(report.result.emissions)
+        if self._can_run:
+            connection.send(report)
+
+    def _patience_s(self) -> float | None:
+        """How long nothing can change without an order: None for ever, else until a waiting batch starts."""
+        if self._can_run:
+            return None
+        now = self.clock.now()
+        wake = self.engine.scheduler.next_event_s(now)
+        return None if wake is None else max(0.0, wake - now)
+
+    def _obey(self, order: Order) -> Answer | None:
+        match order:
+            case Call(function):
+                return Answer(function(self.engine))
+            case Drop(request_id):
+                self._requests.pop(request_id, None)
+                self.engine.abort(request_id)
+                if self._hands_over:
+                    self.engine.kv.let_go(request_id)
+            case Submit(request) if self._hands_over and request.sampling.max_tokens > 1:
+                self._requests[request.request_id] = request
+                self.engine.add_request(replace(request, sampling=replace(request.sampling, max_tokens=1)))
+            case Submit(request):
+                self.engine.add_request(request)
+            case Resume():
+                self._resume(order)
+        return None
+
+    def _resume(self, order: Resume) -> None:
+        prompt = order.request.prompt_token_ids
+        sequence = Sequence(order.request, [*prompt, *order.token_ids], num_computed_tokens=len(prompt))
+        source = self._remote[order.source]
+
+        def fetch(storage: BlockStorage, blocks: Seq[int]) -> int:
+            start = self.clock.now()
+            data = source.export(order.blocks)
+            storage.import_(blocks, data)
+            self._transfers[order.request.request_id] = (data.nbytes, self.clock.now() - start)
+            return data.nbytes
+
+        self.engine.resume(sequence, fetch)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """A sequence has ended here and still holds its blocks. One that has more tokens to make keeps them."""
+        if sequence.finish_reason == "length" and sequence.seq_id in self._requests:
+            self._ready.append((sequence.seq_id, self.engine.kv.hold(sequence.seq_id, sequence.num_computed_tokens)))
+
+    def _step(self) -> Stepped:
+        result = self.engine.step(self.clock.now())
+        ready, self._ready = dict(self._ready), []
+        transfers, self._transfers = self._transfers, {}
+        handed = []
+        emissions = []
+        for emission in result.emissions:
+            if emission.request_id in ready:
+                handed.append(HandOver(emission.request_id, emission.token_ids, ready[emission.request_id]))
+                emission = replace(emission, finish_reason=None)
+            if emission.finish_reason is not None or emission.request_id in ready:
+                self._requests.pop(emission.request_id, None)
+            emissions.append(emission)
+        if result.stats is not None:
+            self._complete(result.stats, transfers)
+        return Stepped(StepResult(emissions, result.stats), tuple(handed), tuple(transfers))
+
+    def _complete(self, stats: StepStats, transfers: dict[str, tuple[int, float]]) -> None:
+        """What only this side knows of the step."""
+        stats.worker = self._name
+        stats.slot_request_ids = []  # every worker numbers its rows from 0: side by side they would be taken for one's
+        stats.transfers = transfers
+        stats.swapped_in_bytes -= sum(size for size, _ in transfers.values())  # they came from a worker, not from here
+        if self._hands_over:
+            stats.prefill_only = True
+            kv = self.engine.kv
+            running = {hold.request_id for hold in stats.kv_reservations}
+            held = [
+                KVReservation(seq_id, kv.reserved_tokens(seq_id), computed, False)
+                for seq_id, computed in kv.held
+                if seq_id not in running
+            ]
+            stats.kv_reservations += held
+            stats.kv_free_tokens -= sum(hold.reserved for hold in held)
