@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -24,8 +25,8 @@ IntArray = npt.NDArray[np.int64]
 _SCALARS = (
     *("start_s", "end_s", "schedule_s", "prepare_s", "forward_s", "sample_s", "propose_s", "commit_s", "attention_s"),
     *("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens", "accepted_tokens"),
-    *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_allocation_unit"),
-    *("num_logits_rows", "gathered_bytes"),
+    *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_shared_tokens"),
+    *("kv_allocation_unit", "num_logits_rows", "gathered_bytes"),
 )
 _scalars_of = attrgetter(*_SCALARS)
 _emission_of = attrgetter("request_id", "token_ids", "time_s", "finish_reason")
@@ -42,6 +43,7 @@ class _Row:
     scheduled_s: float | None = None
     first_step: int = -1
     preemptions: int = 0
+    cached_prompt_tokens: int | None = None
     finished_s: float | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -119,6 +121,8 @@ class Recorder:
                 row = self._rows[request_id]
                 row.scheduled_s, row.first_step = stats.start_s, len(self._scalars)
             self._unscheduled.difference_update(stats.scheduled)
+        for request_id, cached in stats.cached_prompt_tokens.items():
+            self._row(request_id).cached_prompt_tokens = cached
         for request_id in stats.preempted_ids:
             self._row(request_id).preemptions += 1
         self._scalars.append(_scalars_of(stats))
@@ -175,7 +179,7 @@ class Recorder:
             "session_id": [r.request.session_id for r in rows],
             "prompt_tokens": [len(r.request.prompt_token_ids) for r in rows],
             "planned_cached_tokens": [r.request.planned_cached_tokens for r in rows],
-            "cached_prompt_tokens": [None] * len(rows),  # no target reports its prefix hits yet
+            "cached_prompt_tokens": [r.cached_prompt_tokens for r in rows],
             "max_tokens": [r.request.sampling.max_tokens for r in rows],
             "output_tokens": [len(r.token_ids) for r in rows],
             "intended_s": [r.request.arrival_s for r in rows],
@@ -273,16 +277,17 @@ class Recorder:
         ahead = live * np.maximum(0, np.minimum(reserved, final) - written)
         known = [capacity > 0 for capacity in columns["kv_capacity_tokens"]]  # else a target that shows no cache: null
 
-        def total(part: IntArray) -> list[int | None]:
+        def total(part: IntArray, shared: Seq[int] | int = 0) -> list[int | None]:
             sums = np.zeros(n, np.int64)
             np.add.at(sums, step, part)
+            sums -= np.array(shared, np.int64)
             return [int(value) if shown else None for value, shown in zip(sums, known, strict=True)]
 
         free = zip(columns["kv_free_tokens"], columns["kv_allocation_unit"], columns["waiting"], known, strict=True)
         unusable = [(tokens % unit if waiting else 0) if shown else None for tokens, unit, waiting, shown in free]
         return {
             "kv_capacity_tokens": [capacity or None for capacity in columns["kv_capacity_tokens"]],
-            "kv_used_tokens": total(used),
+            "kv_used_tokens": total(used, columns["kv_shared_tokens"]),  # held by several, and all of it used
             "kv_reserved_ahead_tokens": total(ahead),
             "kv_internal_tokens": total(reserved - used - ahead),
             "kv_unusable_tokens": unusable,

@@ -50,7 +50,9 @@ def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) ->
     collections.deque(steps, maxlen=0)
     engine.executor.warm_up(engine.scheduler.max_num_seqs)
     collections.deque(run_steps(engine, requests, tick), maxlen=0)
-    return WarmUp(startup_s, decode_costs(engine, requests, tick) if drafts else None)
+    costs = decode_costs(engine, requests, tick) if drafts else None
+    engine.kv.reset_prefixes()  # a trial starts cold
+    return WarmUp(startup_s, costs)
 
 
 def process_age_s() -> float:

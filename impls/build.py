@@ -14,7 +14,7 @@ from impls.models.llama import LlamaModel
 from impls.models.source import ModelSource, open_model
 from impls.seams import Arm, Clock, LinearMethod
 
-AXES = ("batching", "kv_cache", "decoding", "proposer", "precision", "attention", "execution")
+AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EAGER = {"name": "eager", "_target_": "impls.execution.eager.EagerExecutor"}
 ALLOWED_PREFIXES = ("impls.", "workloads.", "harness.")
@@ -91,6 +91,8 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
         kv_bytes += draft_source.shape.kv_bytes_per_token(dtype.itemsize)
     cache = {key: value for key, value in config["kv_cache"].items() if key != "budget"}
     kv = construct(cache, bytes_per_token=kv_bytes, max_model_len=length)
+    if "_target_" in config["prefix"]:
+        kv.share_prefixes(construct(config["prefix"], block_size=kv.block_size))
 
     def executor_for(model_source: ModelSource, method: LinearMethod, execution: Mapping[str, Any]) -> tuple[Any, int]:
         s = model_source.shape

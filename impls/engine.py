@@ -141,6 +141,11 @@ class Engine:
             preempted_ids=list(step.preempted),
             slot_request_ids=list(self.scheduler.slots),
             scheduled=live,
+            cached_prompt_tokens={
+                seq_id: min(cached, self._sequences[seq_id].num_prompt_tokens)
+                for seq_id, cached in step.cached_tokens.items()
+                if not self._sequences[seq_id].preemptions  # what it recomputes was its own, no hit (vllm#25780)
+            },
         )
 
     def _prepare(self, step: ScheduledStep, stats: StepStats) -> tuple[StepBatch, list[Sequence]]:
@@ -222,8 +227,11 @@ class Engine:
             sequence.num_computed_tokens = sequence.num_tokens - 1  # rejected drafts roll back; they are overwritten
             sequence.finish_reason = reason
             emissions.append(Emission(sequence.seq_id, tuple(kept), now, reason))
+        if unsound:
+            self.kv.reset_prefixes()  # K/V that gave such logits may be what others share, or would share next
+        failed = {sequence.seq_id for sequence in unsound}
         for seq_id in step.num_scheduled_tokens:
-            if seq_id not in dead:
+            if seq_id not in dead and seq_id not in failed:
                 self.kv.commit(seq_id, self._sequences[seq_id].num_computed_tokens)
         self._record_reservations(stats, dead)
         for sequence in (*decoding, *unsound):
@@ -261,7 +269,9 @@ class Engine:
             for s in self.scheduler.running
         ]
         stats.kv_capacity_tokens = self.kv.capacity_tokens
-        stats.kv_free_tokens = self.kv.capacity_tokens - sum(hold.reserved for hold in stats.kv_reservations)
+        stats.kv_shared_tokens = self.kv.shared_tokens
+        held = sum(hold.reserved for hold in stats.kv_reservations) - stats.kv_shared_tokens
+        stats.kv_free_tokens = self.kv.capacity_tokens - held
         stats.kv_allocation_unit = self.kv.block_size
 
     def _propose(self, proposer: Proposer) -> None:

@@ -39,8 +39,12 @@ class ContinuousBatching(QueueScheduler):
         while waiting and self._free_rows:
             sequence = next(iter(waiting.values()))
             seq_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
-            if num_tokens > budget or not allocate(seq_id, num_tokens):
+            cached = self._kv.begin(seq_id, sequence.token_ids, sequence.max_total_tokens)
+            missing = num_tokens - cached
+            if missing > budget or not allocate(seq_id, num_tokens):
+                self._kv.free(seq_id)
                 return
             self._seat(sequence)
-            scheduled[seq_id] = num_tokens
-            budget -= num_tokens
+            sequence.num_computed_tokens = step.cached_tokens[seq_id] = cached
+            scheduled[seq_id] = missing
+            budget -= missing

@@ -16,6 +16,7 @@ class ScheduledStep:
 
     num_scheduled_tokens: tokens per sequence that are computed (drafts included, padding not); dead rows are in here
         with the one position they recompute. padding_tokens: extra rows per sequence that only static batching pays.
+    cached_tokens: of each sequence that joins in this step, the positions that `KVCacheManager.begin` found computed.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -23,6 +24,7 @@ class ScheduledStep:
     dead_rows: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     rejected: dict[str, str] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

@@ -60,8 +60,10 @@ class StepStats:
     scheduled: list[str] = field(default_factory=list)  # requests with live rows in this step
     preempted_ids: list[str] = field(default_factory=list)
     drafted: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (drafted, accepted) in this step
+    cached_prompt_tokens: dict[str, int] = field(default_factory=dict)  # of requests that run for the first time
     kv_capacity_tokens: int = 0
     kv_free_tokens: int = 0  # capacity not held by any sequence
+    kv_shared_tokens: int = 0  # held by several: each counted once less than it has holders
     kv_allocation_unit: int = 1  # tokens in a block
     kv_reservations: list[KVReservation] = field(default_factory=list)
     query_lens: list[int] = field(default_factory=list)  # rows per sequence, padding and dead rows included

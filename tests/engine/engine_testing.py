@@ -18,13 +18,15 @@ from impls.request import Request, SamplingParams
 from impls.seams import StepResult
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "batching", "kv_cache", "kv_dtype", "decoding", "proposer", "precision", "attention", "execution")
+GROUPS = (
+    "model", "batching", "kv_cache", "prefix", "kv_dtype", "decoding", "proposer", "precision", "attention", "execution"
+)
 
 
 def arm_config(*, budget_tokens: int, source: ModelSource, max_model_len: int, **choices) -> dict:
     """A resolved arm: ``choices`` name an option of a group, or give (name, {key: value}) to change its keys."""
     defaults = {
-        "model": "smollm2_135m", "batching": "continuous", "kv_cache": "paged", "kv_dtype": "auto",
+        "model": "smollm2_135m", "batching": "continuous", "kv_cache": "paged", "prefix": "off", "kv_dtype": "auto",
         "decoding": "autoregressive", "proposer": "ngram", "precision": "fp32", "attention": "sdpa",
         "execution": "eager",
     }

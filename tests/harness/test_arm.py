@@ -79,6 +79,7 @@ def drafting_arm(kv_cache, budget, **options):
     names = {
         **{"model": "tiny", "batching": "continuous", "kv_cache": kv_cache, "kv_dtype": "bf16", "precision": "bf16"},
         **{"decoding": "speculative", "proposer": "draft_model", "attention": "sdpa", "execution": "eager"},
+        "prefix": "off",
     }
     config = {group: option(group, name) for group, name in names.items()} | {"device": {"name": "cpu"}}
     config["batching"]["max_num_batched_tokens"] = 2048

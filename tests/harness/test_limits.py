@@ -29,7 +29,7 @@ from impls.seams import DraftForward, ModelShape, StepResult, StepStats
 SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
 ARM = {
     **{"model": "tiny", "batching": "continuous", "kv_cache": "paged", "kv_dtype": "auto", "decoding": "speculative"},
-    **{"precision": "fp32", "attention": "reference", "execution": "eager"},
+    **{"precision": "fp32", "attention": "reference", "execution": "eager", "prefix": "off"},
 }
 LLAMA_405B = ModelShape(128256, 16384, 53248, 126, 128, 8, 128, 131072)
 
