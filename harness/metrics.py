@@ -54,12 +54,17 @@ class Window:
 
 
 def measure_window(requests: pd.DataFrame, rule: str, warmup_s: float, last_arrival_s: float) -> Window:
-    """Burst and replay: first scheduled step to last token; timed: after the warm-up to the last intended arrival."""
+    """Burst and replay: first scheduled step to last token; timed: after the warm-up to the last intended arrival.
+
+    A target whose steps are not seen begins with the first request that it is given.
+    """
     if rule not in WINDOW_RULES:
         raise ValueError(f"window rule {rule!r}, allowed: {', '.join(WINDOW_RULES)}")
     if rule == "timed":
         return Window(rule, float(warmup_s), float(last_arrival_s))
     scheduled = requests["scheduled_s"].dropna()
+    if scheduled.empty:
+        scheduled = requests.loc[requests["finish_reason"] != "rejected", "submitted_s"]
     ends = [times[-1] for times in requests["emission_times_s"] if len(times)]
     if scheduled.empty or not ends:
         return Window(rule, None, None)
