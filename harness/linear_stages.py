@@ -1,22 +1,21 @@
-"""What a model's linear layers cost on their own, and how a W8A8 method splits it into product and scaling."""
+"""What a model's linear layers cost on their own, and how a method splits it into its stages."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from impls.precision.w8a8 import W8A8
 from impls.seams import CausalLM, LinearMethod, PackedLinear
 
 ROW_COUNTS = (1, 4, 16, 32)
 PASSES = 2
 ENOUGH_S = 5.0  # a model whose layers take longer is not timed at more rows: who waits would take it for a hang
-STAGES = ("quantize_s", "matmul_s", "rescale_s")
+STAGES = ("quantize_s", "matmul_s", "rescale_s")  # that a record has, null where a method has no such stage
 
 Record = dict[str, int | float | None]
 
@@ -36,13 +35,13 @@ def row_counts(max_num_seqs: int) -> list[int]:
 def linear_stage_times(model: LinearModel, row_counts: Sequence[int]) -> list[Record]:
     """Seconds that one pass through all linear layers takes, head left out: a record per number of rows.
 
-    Keys: rows, apply_s (`LinearMethod.apply`) and, for `W8A8` methods, quantize_s, matmul_s, rescale_s: its public
-    stages one after the other, null for other methods. A kernel that fuses the stages makes apply_s less than their
-    sum. Inputs are random; each figure is the better of two passes: what disturbs one adds time. On CUDA the clock
-    waits for the device after every stage, so that one of few rows is mostly its launch.
+    Keys: rows, apply_s (`LinearMethod.apply`) and <stage>_s of `LinearMethod.stages`, one after the other; `STAGES`
+    that a method lacks are null. A kernel that fuses the stages makes apply_s less than their sum. Inputs are random;
+    each figure is the better of two passes: what disturbs one adds time. On CUDA the clock waits for the device after
+    every stage, so that one of few rows is mostly its launch.
     """
     method, device = model.method, model.method.device
-    layers = _packed_layers(model, device)
+    layers = packed_layers(model, device)
     generator = torch.Generator().manual_seed(0)
     widths = sorted({layer.in_features for layer in layers})
     found: list[Record] = []
@@ -70,23 +69,22 @@ def _one_pass(method: LinearMethod, layers: Sequence[PackedLinear], inputs: Mapp
     for layer in layers:
         method.apply(inputs[layer.in_features], layer)
     seconds = {"apply_s": now() - start}
-    if not isinstance(method, W8A8):
+    stages = method.stages()
+    if stages is None:
         return seconds
-    seconds |= dict.fromkeys(STAGES, 0.0)
+    seconds |= {f"{name}_s": 0.0 for name in stages}
     for layer in layers:
+        passed: Any = inputs[layer.in_features]
         start = now()
-        values, scale = method.quantize_activations(inputs[layer.in_features])
-        quantized = now()
-        products = method.matmul(values, layer)
-        multiplied = now()
-        method.rescale(products, scale, layer)
-        seconds["quantize_s"] += quantized - start
-        seconds["matmul_s"] += multiplied - quantized
-        seconds["rescale_s"] += now() - multiplied
+        for name, stage in stages.items():
+            passed = stage(passed, layer)
+            end = now()
+            seconds[f"{name}_s"] += end - start
+            start = end
     return seconds
 
 
-def _packed_layers(model: LinearModel, device: torch.device) -> list[PackedLinear]:
+def packed_layers(model: LinearModel, device: torch.device) -> list[PackedLinear]:
     """In the order in which a forward pass of one row reaches them."""
     recorder = _RecordingMethod(model.method)
     observed = copy.copy(model)

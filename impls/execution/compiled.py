@@ -77,6 +77,7 @@ class CompiledExecutor(EagerExecutor):
     ) -> None:
         """backend: of `torch.compile`. Anything but inductor traces without fusing, which is for debugging."""
         super().__init__(model=model, attention=attention, storage=storage, device=device, clock=clock)
+        self.compiler = backend
         _executors[id(self)] = self
         self.attend: LayerAttention = _no_attention
         self._traced = copy.copy(model)

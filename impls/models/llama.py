@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.models.ops import add_rms_norm, rms_norm, rotate, silu_and_mul
+from impls.models.calibration import CalibratingMethod, Pending, attention_within, flattened
+from impls.models.ops import add_rms_norm, elementwise_kernel, rms_norm, rotate, silu_and_mul
+from impls.models.permuted import PermutedWeights
 from impls.models.rope import inverse_frequencies, rotary_tables
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from impls.seams import LayerAttention, LinearMethod, ModelShape, PackedLinear
@@ -34,29 +37,60 @@ class LlamaModel:
     Every linear layer is packed and computed by ``method``; q, k, v are one layer, gate and up another. The residual
     stream is in ``method.activation_dtype``; norms and rotary embedding compute in FP32. Each FP32 source tensor is
     asked for once and dropped after packing, so that the peak is the packed model and one layer's source.
+
+    ``residual_order``: int64 [hidden_size] where ``method`` wants its channels permuted: channel i of the hidden states
+    is channel residual_order[i] of the checkpoint; None: they are the checkpoint's.
     """
 
     def __init__(
-        self, shape: ModelShape, weights: Mapping[str, Tensor], method: LinearMethod, device: torch.device
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, Tensor],
+        method: LinearMethod,
+        device: torch.device,
+        calibration: Sequence[Sequence[int]] = (),
     ) -> None:
+        """calibration: texts as token ids, for which ``method`` packs the layers; without any it packs them as such."""
         self.shape, self.method, self.device = shape, method, device
         self.head_method = method.head_method()
+        self.elementwise_kernel = elementwise_kernel(method.activation_dtype, device)
+        self.residual_order: Tensor | None = None
+        if method.permutation_seed is not None:
+            weights = PermutedWeights(weights, shape, method.permutation_seed)
+            self.residual_order = weights.residual_order.to(device)
         self._inverse_frequencies = inverse_frequencies(shape).to(device)
-        self._layers = [self._load_layer(weights, f"model.layers.{i}.") for i in range(shape.num_layers)]
+        prefixes = [f"model.layers.{i}." for i in range(shape.num_layers)]
+        self._layers = [self._load_layer(weights, prefix, later=bool(calibration)) for prefix in prefixes]
         self._norm = self._resident(weights[FINAL_NORM], method.activation_dtype)
         self._head = self.head_method.pack(weights[EMBEDDING if shape.tie_embeddings else HEAD])
         self._embedding = self._load_embedding(weights)
+        if calibration:
+            self._pack_calibrated(calibration)
 
     def _resident(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(self.device, dtype)
 
-    def _load_layer(self, weights: Mapping[str, Tensor], prefix: str) -> DecoderLayer:
+    @torch.inference_mode()
+    def _pack_calibrated(self, texts: Sequence[Sequence[int]]) -> None:
+        """Read the texts once; each layer is packed when its inputs are known, which the packed ones before it gave."""
+        method, self.method = self.method, cast(LinearMethod, CalibratingMethod(self.method))
+        ids, positions = flattened(texts, self.device)
+        self.forward(ids, positions, attention_within(texts))
+        self.method = method
+        for layer in self._layers:
+            for name in ("qkv", "o", "gate_up", "down"):
+                setattr(layer, name, cast(Pending, getattr(layer, name)).packed)
+
+    def _load_layer(self, weights: Mapping[str, Tensor], prefix: str, later: bool) -> DecoderLayer:
         shape, dtype = self.shape, self.method.activation_dtype
 
         def packed(*names: str) -> PackedLinear:
-            parts = [weights[f"{prefix}{name}.weight"] for name in names]
+            def weight() -> Tensor:
+                return _joined([weights[f"{prefix}{name}.weight"] for name in names])
+
             biases = [weights[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in weights]
-            return self.method.pack(_joined(parts), _joined(biases) if biases else None)
+            bias = _joined(biases) if biases else None
+            return cast(PackedLinear, Pending(weight, bias)) if later else self.method.pack(weight(), bias)
 
         def norm(name: str) -> Tensor:
             return self._resident(weights[f"{prefix}{name}.weight"], dtype)

@@ -12,8 +12,13 @@ from torch import Tensor
 from impls import native
 
 
+def elementwise_kernel(dtype: torch.dtype, device: torch.device) -> str:
+    """What these operators are outside `torch.compile`, for the record: `native` or `torch`."""
+    return "native" if dtype == torch.float32 and device.type == "cpu" and native.available() else "torch"
+
+
 def _native(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_cpu and not torch.compiler.is_compiling() and native.available()
+    return not torch.compiler.is_compiling() and elementwise_kernel(x.dtype, x.device) == "native"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,8 +24,8 @@ class Fp8(W8A8):
 
     name = "fp8"
 
-    def __init__(self, device: torch.device, granularity: str = "row") -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, granularity: str = "row", permutation_seed: int | None = 0) -> None:
+        super().__init__(device, permutation_seed)
         if granularity not in GRANULARITIES:
             raise ValueError(f"granularity={granularity}: must be one of {', '.join(GRANULARITIES)}")
         self.granularity = granularity

@@ -28,8 +28,8 @@ class Int8(W8A8):
 
     name = "int8"
 
-    def __init__(self, device: torch.device, kernel: str = "auto") -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, kernel: str = "auto", permutation_seed: int | None = 0) -> None:
+        super().__init__(device, permutation_seed)
         self.kernel = best_kernel(device) if kernel == "auto" else kernel
         if why := why_not(self.kernel, device):
             raise ValueError(why)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from impls.precision.bf16 import Bf16
 from impls.seams import Arm, LinearMethod, PackedLinear
+from impls.seams.precision import Stage
 
 SMALLEST_SCALE = 1e-12  # an all-zero row must quantise to zeros, not to NaN
 
@@ -16,11 +18,13 @@ SMALLEST_SCALE = 1e-12  # an all-zero row must quantise to zeros, not to NaN
 class W8A8(LinearMethod):
     """`apply` is the three stages below, one after the other; where a kernel fuses them the result is the same.
 
-    They are public so that a benchmark can time the product apart from the scaling, which at few rows costs as much.
+    `stages` gives them one by one, so that the product can be timed apart from the scaling, which at few rows costs as
+    much. Scales are those of whole rows, so that the order of a model's channels changes no rounding.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, permutation_seed: int | None = 0) -> None:
         super().__init__(device)
+        self.permutation_seed = permutation_seed
         self._head = Bf16(device)
         self.activation_dtype = self._head.activation_dtype
 
@@ -38,6 +42,13 @@ class W8A8(LinearMethod):
         if packed.bias is not None:
             y.add_(packed.bias)
         return y.to(self.activation_dtype)
+
+    def stages(self) -> Mapping[str, Stage]:
+        return {
+            "quantize": lambda x, packed: self.quantize_activations(x),
+            "matmul": lambda quantized, packed: (self.matmul(quantized[0], packed), quantized[1]),
+            "rescale": lambda multiplied, packed: self.rescale(multiplied[0], multiplied[1], packed),
+        }
 
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if not x.shape[0]:

@@ -21,6 +21,7 @@ class CausalLM(Protocol):
 
     shape: ModelShape
     method: LinearMethod
+    elementwise_kernel: str  # what runs between the linear layers, for the record
 
     @property
     def weights_bytes(self) -> int:
@@ -44,6 +45,7 @@ class Executor(ABC):
 
     model: CausalLM
     attention: AttentionBackend
+    compiler: str | None = None  # of the operators between the linear layers; None: they run as the model has them
     attention_s: float | None = None  # of the last `execute`: inside `LayerAttention`; None where it cannot be told
 
     @classmethod

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,10 @@ class PackedLinear:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
+# What the stage before it gave (the first: x), and the layer, to what the next one takes (the last: y).
+Stage = Callable[[Any, PackedLinear], Any]
+
+
 class LinearMethod(ABC):
     """In what numbers a linear layer is kept and computed. The dequantised weights are the exact test reference."""
 
@@ -31,6 +37,9 @@ class LinearMethod(ABC):
     activation_dtype: torch.dtype  # of hidden states between layers, and of q, k, v
     emulated: str | None = None  # what is emulated on this device, None if nothing is
     kernel: str = ""  # the kernel that `apply` reaches on this device, for the record
+    # Of the order in which a model's channels reach `pack` (`models.permuted`); None: as its file has them.
+    permutation_seed: int | None = None
+    calibration_tokens: int = 0  # of text that a model reads once through layers packed by `pack_calibrated`; 0: `pack`
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -43,6 +52,10 @@ class LinearMethod(ABC):
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """From FP32 [out_features, in_features] on the CPU to what stays resident on the device."""
 
+    def pack_calibrated(self, weight: Tensor, inputs: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """`pack` for a layer that reads the likes of ``inputs``, [T, in_features] in ``activation_dtype``."""
+        return self.pack(weight, bias)
+
     @abstractmethod
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """[rows, in_features] in ``activation_dtype`` to [rows, out_features] in ``activation_dtype``."""
@@ -50,6 +63,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def dequantize(self, packed: PackedLinear) -> Tensor:
         """FP32 [out_features, in_features]: exactly the weights that `apply` computes with."""
+
+    def stages(self) -> Mapping[str, Stage] | None:
+        """`apply` as stages in turn, by name, for who times them apart; None where it has none."""
+        return None
 
     def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
         """A copy of the rows ``ids`` (int64 [T]) of the weights, [T, in_features] in ``activation_dtype``: a tied
