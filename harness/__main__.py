@@ -1,9 +1,15 @@
 """The application: composes and validates every arm, then hands the blocks over to Hydra's launcher.
 
-Exit status: 0 all trials ok or not_run, 1 a trial failed, 2 bad input, 130 interrupted.
+Exit status: 0 all trials ok or not_run, 1 a trial failed, 2 bad input, 130 interrupted. Output that nobody takes
+(`| head`) is left out; the study goes on.
 """
 
 from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
 
 import os
 import sys
@@ -16,7 +22,7 @@ from omegaconf import DictConfig
 
 from harness.block import hydra_job
 from harness.compose import CONF, quoted
-from harness.console import make_console, plan_lines, summary_table
+from harness.console import complain, make_console, plan_lines, summary_table
 from harness.errors import BadInput, not_allowed, one_line
 from harness.help import help_text
 from harness.run_dir import KEPT, open_run, pending_blocks, statuses
@@ -55,11 +61,11 @@ def main(
     except BadInput as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         if run_dir is not None:
-            print(f"interrupted; resume with: python -m harness run_dir={run_dir}", file=sys.stderr)
+            complain(f"interrupted; resume with: python -m harness run_dir={run_dir}")
         return 130
 
 
@@ -90,7 +96,7 @@ def finish_study(run_dir: Path, plan: Plan) -> list[Path]:
     try:
         check_study(run_dir, planned_configs(plan), plan["baseline"])
     except (RuntimeError, MemoryError) as error:  # it builds an engine once more; the records stand without it
-        print(f"the arms' tokens could not be compared: {one_line(str(error))}", file=sys.stderr)
+        complain(f"the arms' tokens could not be compared: {one_line(str(error))}")
     study = read_run(run_dir)  # anew: the comparison wrote into it
     summary = summarize(run_dir, study)
     make_console().print(summary_table(summary))
@@ -112,4 +118,6 @@ def _overrides(argv: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
 from harness.console import Reporter
 from harness.errors import BadInput, one_line
-from harness.isolate import Ending, run_inline, run_isolated
+from harness.isolate import Ending, in_another_process, run_inline, run_isolated
+from harness.lock import held, shared_folder
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, write_trial
 from harness.run_dir import KEPT, read_plan, recorded_status
@@ -67,7 +67,7 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
                 reporter.ended(arm, block)
                 continue
             shutil.rmtree(job["out_dir"], ignore_errors=True)  # an old failure is not this one
-            with device_lock(str(configs[arm]["device"]["name"]), reporter):
+            with device_lock(str(configs[arm]["device"]["name"]), run_dir, reporter.say):
                 reporter.started(arm, block)
                 ending = run_one(job, stall_s=plan["stall_s"], on_progress=reporter.progress)
             _settle(run_dir, plan, job, ending)
@@ -77,20 +77,19 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
 
 
 @contextmanager
-def device_lock(device: str, reporter: Reporter) -> Iterator[None]:
+def device_lock(device: str, run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     """One trial at a time is measured on a device of this machine, whoever started it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else ""
-    name = "-".join(filter(None, ["llm-serving-harness", device, visible.replace(",", "_"), str(os.getuid())]))
-    lock = FileLock(Path(tempfile.gettempdir()) / f"{name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        reporter.say(f"waiting: another trial is being measured on {device}")
-        lock.acquire()
-    try:
+    name = device
+    if device == "cuda":  # of those that are visible, a trial runs on the first
+        name += "-" + (os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].replace("/", "_") or "0")
+    folder = shared_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def wait(holder: str) -> None:
+        say(f"waiting: another trial is being measured on {device} ({holder})")
+
+    with held(folder / f"llm-serving-harness-{name}.lock", f"process {os.getpid()}, {run_dir}", wait, shared=True):
         yield
-    finally:
-        lock.release()
 
 
 def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -> None:
@@ -109,6 +108,8 @@ def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:
     from harness.provenance import provenance
 
     config = job["config"]
+    figures = partial(provenance, str(config["device"]["name"]), {})
+    on_gpu = config["device"]["name"] == "cuda"  # a GPU context of this process would lie beside every later trial
     write_trial(
         Path(job["out_dir"]),
         {
@@ -117,7 +118,7 @@ def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:
             "status": status,
             "reasons": reasons,
             "axes": {k: body["name"] for k, body in config.items() if isinstance(body, Mapping) and "name" in body},
-            "provenance": provenance(str(config["device"]["name"]), {}),
+            "provenance": in_another_process(figures) if on_gpu else figures(),
             "window": {"start_s": None, "end_s": None, "rule": None},
             "metrics": {},
             "limits": {},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,8 +22,44 @@ from harness.summary import TABLE_COLUMNS, incomparable, table_rows
 WIDTH = 200  # of a table that goes to a file or a pipe
 
 
+class Outlet:
+    """A text stream that may fail (`| head` has ended, a log's disk is full) without ending what writes to it: a study
+    is not lost for want of a listener. What cannot be written is left out, like all that follows.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        """What is still in the buffer goes to nowhere too, or it would fail once more when this process ends."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
 def make_console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    out = cast(TextIO, Outlet(sys.stdout))
+    return Console(file=out, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def complain(text: str) -> None:
+    print(text, file=cast(TextIO, Outlet(sys.stderr)), flush=True)
 
 
 class Reporter:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from harness.adaptive import METRIC, MIN_TRIALS, needs_more
 from harness.compose import parse
 from harness.errors import BadInput, one_line
+from harness.lock import held
 from harness.plan import NAME
 from harness.records import RecordError, decode_numbers, read_json, read_trial, write_json
 from harness.study import Plan, compose_study, plan_study, planned_configs
 
 RUNS = Path("results") / "runs"
 PLAN_FILE = "study.json"
+RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 KEPT = ("ok", "not_run")  # what a resumed study does not run again
 PLAN_FIELDS: dict[str, Any] = {
@@ -56,6 +57,7 @@ def _opened(value: str | None, given: Sequence[str]) -> Iterator[tuple[Path, Pla
     run_dir = Path(value).absolute() if value else None
     if run_dir is not None and (run_dir / PLAN_FILE).is_file():
         with _held(run_dir):
+            _sweep(run_dir)
             plan = _recorded_plan(run_dir, given)
             _check_records(run_dir, plan)
             yield run_dir, plan
@@ -68,6 +70,7 @@ def _opened(value: str | None, given: Sequence[str]) -> Iterator[tuple[Path, Pla
     with _held(run_dir):
         if (run_dir / PLAN_FILE).exists():
             raise BadInput(f"run_dir={run_dir}: another run has just started there")
+        _sweep(run_dir)
         write_json(run_dir / PLAN_FILE, plan)
         if value is None:
             _link_latest(run_dir)
@@ -118,32 +121,37 @@ def pending_blocks(run_dir: Path, plan: Plan) -> list[int]:
 
 
 def blocks_due(run_dir: Path, plan: Plan) -> int:
-    """How many of the plan's blocks have to run: all, or of an adaptive study as many as its records ask for."""
+    """How many of the plan's blocks have to run: all, or of an adaptive study as many as its records ask for.
+
+    Never fewer than have been begun: a trial that is measured again may narrow an interval that has been wide, and what
+    was run because of that is a part of the study all the same.
+    """
     order, half_width = plan["order"], plan.get("half_width")
     if half_width is None:
         return len(order)
+    there = [any((run_dir / arm / str(block) / RUN_FILE).exists() for arm in arms) for block, arms in enumerate(order)]
+    begun = max((block + 1 for block, is_there in enumerate(there) if is_there), default=0)
     values: dict[str, dict[int, float | None]] = {
         name: {} for name, arm in plan["arms"].items() if arm["trials"] == len(order) and not arm["reasons"]
     }
-    versus = {name: arm["versus"] for name, arm in plan["arms"].items()}
-    for block, arms in enumerate(order):
-        runs = {arm: _recorded(run_dir, arm, block) for arm in arms}
-        for arm, run in runs.items():
+    for block, arms in enumerate(order[:begun]):
+        for arm in arms:
+            run = _recorded(run_dir, arm, block)
             if run is None:
-                return max(block + 1, MIN_TRIALS)
+                return min(len(order), max(begun, MIN_TRIALS))
             if run["emulated"]:
                 values.pop(arm, None)
             elif arm in values:
                 metrics = decode_numbers(run["metrics"])
                 values[arm][block] = metrics.get(METRIC) if run["status"] == "ok" else None
-        if not needs_more(values, plan["baseline"], versus, half_width, blocks=block + 1, max_trials=len(order)):
-            return block + 1
-    return len(order)
+    versus = {name: arm["versus"] for name, arm in plan["arms"].items()}
+    more = needs_more(values, plan["baseline"], versus, half_width, blocks=begun, max_trials=len(order))
+    return min(len(order), max(begun + more, MIN_TRIALS))
 
 
 def _recorded(run_dir: Path, arm: str, trial: int) -> dict[str, Any] | None:
     try:
-        return read_json(run_dir / arm / str(trial) / "run.json")
+        return read_json(run_dir / arm / str(trial) / RUN_FILE)
     except RecordError:
         return None
 
@@ -165,7 +173,7 @@ def _recorded_plan(run_dir: Path, given: Sequence[str]) -> Plan:
 def _check_records(run_dir: Path, plan: Plan) -> None:
     """BadInput for a record that is there and that this version cannot read whole: it is not ours to throw away."""
     for folder in (run_dir / arm / str(trial) for trial, arms in enumerate(plan["order"]) for arm in arms):
-        if not (folder / "run.json").exists():
+        if not (folder / RUN_FILE).exists():
             continue
         try:
             read_trial(folder)
@@ -185,16 +193,24 @@ def _agrees(recorded: Sequence[str], option: str) -> bool:
 
 @contextmanager
 def _held(run_dir: Path) -> Iterator[None]:
+    def refuse(holder: str) -> None:
+        raise BadInput(
+            f"run_dir={run_dir}: another run is writing there ({holder}); allowed: a new run_dir, or wait for its end"
+        )
+
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(run_dir / LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise BadInput(f"run_dir={run_dir}: another run is writing there; allowed: a new run_dir, or wait") from error
-    try:
+    with held(run_dir / LOCK_FILE, f"process {os.getpid()}", refuse):
         yield
-    finally:
-        lock.release()
+
+
+def _sweep(run_dir: Path) -> None:
+    """Remove what a killed run left half-written: records and reports are written under such names, then renamed."""
+    for pattern in (".*.tmp", "*/.*.tmp", "*/.*.old", "*/*/.*.tmp"):
+        for path in run_dir.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _holds_files(folder: Path) -> bool:

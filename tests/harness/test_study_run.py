@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
+import harness.block
 from harness.__main__ import launch_blocks, main
-from harness.block import run_block
+from harness.block import device_lock, run_block
 from harness.compose import quoted
 from harness.isolate import Ending
+from harness.lock import held
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, read_json, write_trial
-from harness.run_dir import pending_blocks, read_plan
+from harness.run_dir import blocks_due, pending_blocks, read_plan, statuses
 
 TINY = ["model=tiny", "device=cpu", "attention=sdpa", "workload/prompts=random", "workload.num_requests=4"]
 SWEEP = ["study=none", "batching=static,continuous", "study.trials=3", *TINY]
@@ -77,15 +79,16 @@ def record(job: Mapping[str, Any], status: str) -> dict[str, Any]:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run a command line in an empty folder with a fake runner; nothing is made of the records."""
-    (tmp_path / "locks").mkdir()
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "locks"))  # not behind what is measured on this machine
-    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.chdir(tmp_path)
 
     def command(runner: FakeRunner, *arguments: str, through_hydra: bool = False) -> int:
         def directly(run_dir: Path, overrides: Sequence[str]) -> None:
-            for block in pending_blocks(run_dir, read_plan(run_dir)):
-                run_block(run_dir, block, run_one=runner)
+            """As Hydra's sweeper and launcher, without their composition of every block."""
+            launched: list[int] = []
+            while blocks := [b for b in pending_blocks(run_dir, read_plan(run_dir)) if b not in launched]:
+                launched += blocks
+                for block in blocks:
+                    run_block(run_dir, block, run_one=runner)
 
         def hydra_job(config: Any) -> None:
             run_block(Path(config.run_dir), int(config.block), run_one=runner)
@@ -150,12 +153,12 @@ ADAPTIVE = [*SWEEP[:2], "study.half_width=0.03", "study.max_trials=9", *TINY]
 
 def test_an_adaptive_study_stops_at_five_blocks_where_nothing_varies(command: Any, capsys: Any) -> None:
     runner = FakeRunner()
-    assert command(runner, *ADAPTIVE, through_hydra=True) == 0
+    assert command(runner, *ADAPTIVE) == 0
     assert {trial for _, trial in runner.ran} == set(range(5)) and len(runner.ran) == 10
     out = capsys.readouterr().out
     assert "18 trials at most, until every interval is within 3 % of its middle" in out and "[10/10]" in out
     again = FakeRunner()
-    assert command(again, f"run_dir={run_dir().resolve()}", through_hydra=True) == 0
+    assert command(again, f"run_dir={run_dir().resolve()}") == 0
     assert again.ran == []
 
 
@@ -182,7 +185,7 @@ def test_an_adaptive_study_ends_at_its_limit_and_resumes_within_it(command: Any)
 
 def test_a_failing_arm_does_not_keep_an_adaptive_study_going_for_ever(command: Any) -> None:
     runner = FakeRunner(lambda job: "crash" if job["arm"] == "continuous" else "ok")
-    assert command(runner, *ADAPTIVE, through_hydra=True) == 1
+    assert command(runner, *ADAPTIVE) == 1
     assert {trial for _, trial in runner.ran} == set(range(5)) and len(runner.ran) == 10
 
 
@@ -279,6 +282,7 @@ def test_a_run_dir_without_a_plan_starts_a_new_run(command: Any, content: str) -
     through_hydra = content == "missing"  # its job is told the folder's name once more
     assert command(runner, "study=none", *TINY, f"run_dir={quoted(str(folder))}", through_hydra=through_hydra) == 0
     assert runner.ran == [("single", 0)] and (folder / "single" / "0" / "run.json").is_file()
+    assert list(folder.glob(".*.tmp")) == []
 
 
 def test_a_folder_of_something_else_is_left_alone(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,10 +296,10 @@ def test_a_folder_of_something_else_is_left_alone(command: Any, capsys: pytest.C
 def test_two_runs_in_one_folder_are_refused(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     command(FakeRunner(), "study=none", *TINY)
     folder = run_dir().resolve()
-    with FileLock(folder / ".lock"):
+    with held(folder / ".lock", "process 123", print):
         assert command(FakeRunner(), f"run_dir={folder}") == 2
     error = capsys.readouterr().err
-    assert "another run is writing there" in error and error.count("\n") == 1
+    assert "another run is writing there (process 123)" in error and error.count("\n") == 1
 
 
 def test_a_corrupt_plan_is_one_line(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +308,20 @@ def test_a_corrupt_plan_is_one_line(command: Any, capsys: pytest.CaptureFixture[
     assert command(FakeRunner(), "run_dir=r") == 2
     error = capsys.readouterr().err
     assert "study.json: not readable as JSON" in error and error.count("\n") == 1
+
+
+def test_a_record_without_measurements_opens_no_gpu_context_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lie beside every trial that follows."""
+    asked: list[Any] = []
+    monkeypatch.setattr(harness.block, "in_another_process", lambda ask: asked.append(ask) or {"from": "there"})
+    for device in ("cpu", "cuda"):
+        job = {"study": "s", "arm": device, "trial": 0, "seed": 1, "config": {"device": {"name": device}}}
+        harness.block._record({**job, "out_dir": str(tmp_path / device)}, "failed", ["out of memory"])
+    assert len(asked) == 1
+    assert read_json(tmp_path / "cuda" / "run.json")["provenance"] == {"from": "there"}
+    assert read_json(tmp_path / "cpu" / "run.json")["provenance"]["hardware"]["device"] == "cpu"
 
 
 def test_an_arm_with_fewer_trials_is_left_out_of_later_blocks(command: Any) -> None:
@@ -315,21 +333,52 @@ def test_an_arm_with_fewer_trials_is_left_out_of_later_blocks(command: Any) -> N
 
 
 def test_one_trial_at_a_time_is_measured_on_a_device(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    command(FakeRunner(), "study=none", *TINY)
-    (path,) = Path(tempfile.gettempdir()).glob("*-cpu-*.lock")
-    held, measuring_elsewhere = threading.Event(), threading.Event()
+    measuring, measuring_elsewhere = threading.Event(), threading.Event()
 
     def another_study() -> None:
-        with FileLock(path):
+        with device_lock("cpu", Path("elsewhere/run"), print):
             measuring_elsewhere.set()
-            held.set()
+            measuring.set()
             time.sleep(1.0)
             measuring_elsewhere.clear()
 
     thread = threading.Thread(target=another_study)
     thread.start()
-    held.wait()
+    measuring.wait()
     runner = FakeRunner(lambda job: "crash" if measuring_elsewhere.is_set() else "ok")
     assert command(runner, "study=none", *TINY) == 0
     thread.join()
-    assert "waiting: another trial is being measured on cpu" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"waiting: another trial is being measured on cpu (process {os.getpid()}, elsewhere/run)" in out
+
+
+def test_progress_that_nobody_reads_does_not_end_a_study(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `| head`: the pipe breaks at the second line."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+
+        def read_no_more(job: Mapping[str, Any]) -> str:
+            if len(runner.jobs) == 1:
+                os.close(reader)
+            return "ok"
+
+        runner = FakeRunner(read_no_more)
+        assert command(runner, *SWEEP) == 0
+    assert len(runner.ran) == 6 and pending_blocks(run_dir(), read_plan(run_dir())) == []
+
+
+def test_an_adaptive_study_keeps_what_it_has_run_when_a_repeated_trial_makes_it_superfluous(command: Any) -> None:
+    def slow_once(job: Mapping[str, Any]) -> float:
+        return 1.06 if (job["arm"], job["trial"]) == ("static", 0) else 1.0
+
+    noisy, again = FakeRunner(noise=slow_once), FakeRunner()
+    assert command(noisy, *ADAPTIVE) == 0
+    blocks = {trial for _, trial in noisy.ran}
+    assert len(blocks) > 5
+    shutil.rmtree(run_dir() / "static" / "0")
+    assert command(again, f"run_dir={run_dir().resolve()}") == 0
+    assert again.ran == [("static", 0)]
+    plan = read_plan(run_dir())
+    assert blocks_due(run_dir(), plan) == len(blocks)
+    assert {trial for _, trial in statuses(run_dir(), plan)} == blocks
