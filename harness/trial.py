@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import psutil
 import torch
 
 from harness.drive import RealClock, drive
@@ -15,7 +17,7 @@ from harness.errors import one_line
 from harness.limits import cost_of_step, resident_models
 from harness.linear_stages import Record, linear_stage_times, row_counts
 from harness.memory import PeakMemory
-from harness.metrics import compute_metrics
+from harness.metrics import compute_metrics, request_latencies
 from harness.probe import peaks
 from harness.provenance import provenance
 from harness.recorder import Recorder
@@ -23,6 +25,7 @@ from harness.records import SCHEMA_VERSION, write_trial
 from harness.telemetry.gpu import gpu_source
 from harness.telemetry.host import HostSource, ProcessSource, host_load
 from harness.telemetry.sampler import Sampler, Source
+from harness.validity import busy_host
 from harness.warm_up import warm_up
 from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
 from impls.engine import Engine
@@ -30,8 +33,6 @@ from impls.models.source import open_model
 from impls.seams import StepResult
 from impls.user_cache import cache_dir
 from workloads import build_stream
-
-BUSY_HOST_PERCENT = 20.0
 
 
 @dataclass
@@ -146,7 +147,7 @@ def run_trial(
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
     )
-    status, reasons = ("aborted", ["stopped by the user"]) if not completed else judge(metrics)
+    status, reasons = ("aborted", ["stopped by the user"]) if not completed else judge(requests)
     run = {
         "schema_version": SCHEMA_VERSION,
         "study": study,
@@ -170,7 +171,7 @@ def run_trial(
         "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},
         "validity": warnings
         + (unnatural_prompts(config["workload"]) if engine.decoder.uses_proposer else [])
-        + _busy_host(load_before)
+        + busy_host(load_before["cpu_percent"], telemetry, window, psutil.cpu_count() or 1)
         + trouble
         + ([f"telemetry ended early: {one_line(sampler.error)}"] if sampler.error else []),
         "clock": "real",
@@ -191,16 +192,20 @@ def time_linear_layers(engine: Engine) -> tuple[list[Record] | None, list[str]]:
         return None, [f"the linear layers could not be timed: {one_line(str(error))}"]
 
 
-def judge(metrics: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """(status, reasons) of a trial that ran to its end: failed unless more requests finished than failed.
+def judge(requests: pd.DataFrame) -> tuple[str, list[str]]:
+    """(status, reasons) of a trial that ran to its end: failed if any request failed, or if none finished.
 
-    Its figures are those of the survivors then, and a study that goes on without a word would end with exit status 0.
+    Whoever fails leaves the machine to the others: the arm has done less work than the one beside it, and none of its
+    figures compares. ``requests``: all of the trial's, inside its window or not. A rejected one has never begun.
     """
-    asked, finished, failed = (metrics[f"n_{what}"] for what in ("requests", "finished", "failed"))
-    if not asked or finished > failed:
+    outcomes = request_latencies(requests)["outcome"].to_list()
+    finished, failed, rejected = (outcomes.count(what) for what in ("finished", "failed", "rejected"))
+    if not failed and (finished or not outcomes):
         return "ok", []
-    rejected = metrics["n_rejected"]
-    return "failed", [f"of {asked} requests {finished} finished, {failed} failed, {rejected} were rejected"]
+    blamed = "failed" if failed else "rejected"
+    errors = requests["error"][[outcome == blamed for outcome in outcomes]].dropna()
+    counts = f"of {len(outcomes)} requests {finished} finished, {failed} failed, {rejected} were rejected"
+    return "failed", [": ".join([counts, *map(one_line, errors[:1])])]
 
 
 def kernels(engine: Engine) -> dict[str, str]:
@@ -213,12 +218,6 @@ def kernels(engine: Engine) -> dict[str, str]:
 def emulated(engine: Engine) -> list[str]:
     parts = (engine.executor.model.method, engine.decoder)
     return [note for note in (getattr(part, "emulated", None) for part in parts) if note]
-
-
-def _busy_host(load: Mapping[str, float]) -> list[str]:
-    if load["cpu_percent"] <= BUSY_HOST_PERCENT:
-        return []
-    return [f"busy host: {load['cpu_percent']:.0f} % of its CPUs were in use before this trial started"]
 
 
 def unnatural_prompts(workload: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ FEW_REQUESTS = 30
 FEW_FOR_P99 = 100
 REPETITIVE_SHARE = 0.5
 CLIENT_LAG_S = 0.010
+BUSY_HOST_PERCENT = 20.0
+BUSY_HOST_S = 0.5  # of samples: CPU time is counted in ticks of 10 ms, and over less the shares say little
 GC_PAUSE_S = 0.001  # of one sample; automatic collection is off while a trial is measured
 # The bits of NVML's `nvmlDeviceGetCurrentClocksEventReasons` that slow a GPU down (nvml.h, nvmlClocksEventReason*).
 THROTTLE_REASONS = {
@@ -94,6 +96,32 @@ def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
         possible = np.maximum(intended, np.where(running >= 0, ends[running], -math.inf))
     lags = np.sort(requests["submitted_s"].to_numpy(float) - possible)
     return float(lags[-(-99 * len(lags) // 100) - 1]) if len(lags) else 0.0
+
+
+def busy_host(before_percent: float, telemetry: pd.DataFrame, window: Mapping[str, Any], cpus: int) -> list[str]:
+    """The host's CPUs in use by others (a hypervisor's other guests included), before the trial and in its window.
+
+    before_percent: of all CPUs, when nothing of the trial ran yet; cpus: how many the host has.
+    """
+    during_percent = others_percent(_answered(telemetry, window), cpus)
+    shares = {"before this trial": before_percent, "during this trial": during_percent}
+    busy = [f"{share:.0f} % {when}" for when, share in shares.items() if (share or 0.0) > BUSY_HOST_PERCENT]
+    return [f"busy host: of its CPUs others used {', '.join(busy)}"] if busy else []
+
+
+def others_percent(readings: pd.DataFrame, cpus: int) -> float | None:
+    """Mean CPU use of the host less this process's own, in % of all CPUs; None where the samples span too little."""
+
+    def mean(source: str) -> float | None:
+        """Weighted by time: a reading is of the time since the one before it."""
+        rows = readings[(readings["source"] == source) & (readings["name"] == "cpu_percent")]
+        spans = np.diff(rows["t_s"].to_numpy(float))
+        if spans.sum() < BUSY_HOST_S:
+            return None
+        return float(rows["value"].to_numpy(float)[1:] @ spans / spans.sum())
+
+    host, own = mean("host"), mean("process")
+    return None if host is None or own is None else max(0.0, host - own / cpus)
 
 
 def gc_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 import math
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_metrics_faults import requests_of, row
 
 import harness.trial
 from harness.__main__ import main
@@ -51,11 +51,6 @@ def trial_of(folder: Path, *arguments: str) -> tuple[int, TrialRecord]:
     return status, read_trial(folder / "run/single/0")
 
 
-@pytest.fixture
-def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not behind what is measured on this machine
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     seen: dict[str, Any] = {"order": []}
@@ -82,7 +77,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         return completed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))
         patch.setattr(harness.trial, "warm_up", watched_warm_up)
         patch.setattr(harness.trial, "drive", watched_drive)
         seen["status"], seen["record"] = trial_of(folder)
@@ -141,7 +135,7 @@ def test_18_and_19_the_warm_up_keeps_the_arms_limits_and_leaves_nothing_behind(b
 
 
 def test_f5_and_45_a_trial_whose_requests_fail_is_failed_and_so_is_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken_drive(engine: Engine, *arguments: Any, **options: Any) -> bool:
         execute = engine.executor.execute
@@ -156,23 +150,39 @@ def test_f5_and_45_a_trial_whose_requests_fail_is_failed_and_so_is_the_command(
     monkeypatch.setattr(harness.trial, "drive", broken_drive)
     status, record = trial_of(tmp_path)
     assert status == 1 and record.run["status"] == "failed"
-    assert record.run["reasons"] == ["of 8 requests 0 finished, 8 failed, 0 were rejected"]
+    why = "of 8 requests 0 finished, 8 failed, 0 were rejected: the model's logits are not finite"
+    assert record.run["reasons"] == [why]
     metrics = record.run["metrics"]
     assert metrics["ttft_s"]["mean"] is None and metrics["ttft_s"]["p50"] == math.inf
     assert metrics["output_tokens_per_s"] is None
     assert (record.requests["finish_reason"] == "error").all() and record.requests["error"].notna().all()
 
 
-@pytest.mark.parametrize(
-    ("finished", "failed", "rejected", "status"),
-    [(8, 0, 0, "ok"), (5, 3, 0, "ok"), (4, 4, 0, "failed"), (1, 0, 7, "ok"), (0, 0, 8, "failed"), (0, 0, 0, "ok")],
-)
-def test_29_and_45_survivors_of_a_failing_trial_do_not_speak_for_it(
-    finished: int, failed: int, rejected: int, status: str
-) -> None:
-    counts = {"n_finished": finished, "n_failed": failed, "n_rejected": rejected}
-    found, reasons = harness.trial.judge({"n_requests": finished + failed + rejected, **counts})
-    assert found == status and bool(reasons) == (status == "failed")
+FINISHED, REJECTED = row(0.0, [1.0], [1]), row(0.0, [], [], "rejected", error="longer than max_model_len")
+FAILED = {
+    "error": row(0.0, [1.0], [1], "error", error="the model's\nlogits are not finite"),
+    "truncated": row(0.0, [1.0], [1], "truncated"),
+    "an empty reply": row(0.0, [], [], "stop"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILED)
+@pytest.mark.parametrize("survivors", [0, 1, 99])
+def test_29_and_45_survivors_of_a_failing_trial_do_not_speak_for_it(survivors: int, kind: str) -> None:
+    """They had the machine to themselves for as long as the failed one should have run."""
+    status, (reason,) = harness.trial.judge(requests_of(FAILED[kind], *[FINISHED] * survivors, REJECTED))
+    assert status == "failed"
+    assert reason.startswith(f"of {survivors + 2} requests {survivors} finished, 1 failed, 1 were rejected")
+    assert reason.endswith("rejected: the model's logits are not finite") == (kind == "error")
+
+
+def test_45_a_trial_that_served_nobody_is_failed() -> None:
+    assert harness.trial.judge(requests_of(REJECTED, REJECTED)) == (
+        "failed",
+        ["of 2 requests 0 finished, 0 failed, 2 were rejected: longer than max_model_len"],
+    )
+    for requests in ([], [FINISHED], [FINISHED, REJECTED]):
+        assert harness.trial.judge(requests_of(*requests)) == ("ok", [])
 
 
 def test_44_speculation_on_random_tokens_is_flagged() -> None:
@@ -183,7 +193,7 @@ def test_44_speculation_on_random_tokens_is_flagged() -> None:
     assert [harness.trial.unnatural_prompts(w) != [] for w in (random, prefixed, natural)] == [True, True, False]
 
 
-def test_44_a_trial_says_so_in_its_record(tmp_path: Path, locks: None) -> None:
+def test_44_a_trial_says_so_in_its_record(tmp_path: Path) -> None:
     _, record = trial_of(tmp_path, "decoding=speculative", "workload.sampling.ignore_eos=true")
     warnings = [w.partition(":")[0] for w in record.run["validity"]]
     assert "unnatural prompts" in warnings and "repetitive output" in warnings

@@ -1,4 +1,4 @@
-"""Warnings of GPU throttling and sharing and of garbage collection, from hand-made telemetry."""
+"""Warnings of GPU throttling and sharing, of garbage collection and of a busy host, from hand-made telemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from harness.metrics import compute_metrics
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, empty_frame, frame
-from harness.validity import gc_warnings, gpu_warnings
+from harness.validity import busy_host, gc_warnings, gpu_warnings
 
 WINDOW = {"start_s": 1.0, "end_s": 2.0, "rule": "timed"}
 IDLE, CLOCKS_SET, POWER_CAP, SLOWDOWN, THERMAL = 0x1, 0x2, 0x4, 0x8, 0x40
@@ -89,6 +89,34 @@ def test_garbage_collection_is_told_with_its_size() -> None:
 @pytest.mark.parametrize("readings", [{}, {"process_gc_pause_s": [0.0, 0.0005, None]}, {"host_gc_pause_s": [1.0]}])
 def test_no_pause_worth_the_name_is_no_warning(readings: dict[str, list[float | None]]) -> None:
     assert gc_warnings(telemetry(**readings), WINDOW) == []
+
+
+def test_a_busy_host_is_told_with_what_others_used_before_and_during_the_trial() -> None:
+    """Of four CPUs: the trial keeps two busy, a neighbour one more; then the neighbour leaves."""
+    readings = telemetry(host_cpu_percent=[75.0] * 11, process_cpu_percent=[200.0] * 11)
+    assert busy_host(3.0, readings, WINDOW, 4) == ["busy host: of its CPUs others used 25 % during this trial"]
+    assert busy_host(35.0, readings, WINDOW, 4) == [
+        "busy host: of its CPUs others used 35 % before this trial, 25 % during this trial"
+    ]
+    alone = telemetry(host_cpu_percent=[50.0] * 11, process_cpu_percent=[200.0] * 11)
+    assert busy_host(3.0, alone, WINDOW, 4) == []
+    assert busy_host(35.0, alone, WINDOW, 4) == ["busy host: of its CPUs others used 35 % before this trial"]
+
+
+def test_a_neighbour_counts_by_how_long_it_was_busy() -> None:
+    """A reading is of the time since the one before it: the first is of a time before the window."""
+    readings = telemetry(host_cpu_percent=[100.0, 100.0, 0.0], process_cpu_percent=[0.0, 0.0, 0.0])
+    readings.loc[readings["t_s"] == 1.5, "t_s"] = 1.1
+    assert busy_host(0.0, readings, WINDOW, 2) == []
+    readings.loc[readings["t_s"] == 1.1, "t_s"] = 1.9
+    assert busy_host(0.0, readings, WINDOW, 2) == ["busy host: of its CPUs others used 90 % during this trial"]
+
+
+@pytest.mark.parametrize("window", [{**WINDOW, "start_s": 1.7}, {**WINDOW, "start_s": None}])
+def test_a_window_too_short_for_the_clocks_ticks_says_nothing_of_its_host(window: dict[str, Any]) -> None:
+    readings = telemetry(host_cpu_percent=[100.0] * 11, process_cpu_percent=[0.0] * 11)
+    assert busy_host(0.0, readings, window, 2) == []
+    assert busy_host(0.0, telemetry(host_cpu_percent=[100.0] * 11), WINDOW, 2) == []
 
 
 def test_a_trials_warnings_hold_those_of_its_gpus_and_of_garbage_collection() -> None:
