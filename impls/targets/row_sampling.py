@@ -23,7 +23,7 @@ class RowSampling:
         self._rows = [_warpers(sampling) for sampling in rows]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows = zip(self._rows, input_ids.split(1), scores.split(1), strict=True)
+        rows = zip(self._rows, torch.split(input_ids, 1), torch.split(scores, 1), strict=True)
         return torch.cat([warp(ids, row) for warp, ids, row in rows])
 
 
