@@ -69,7 +69,8 @@ STEP_COLUMNS: dict[str, pa.DataType] = {
 # Beyond the contract, null where an earlier version did not record it. propose_s: drafting. attention_s: the part of
 # forward_s in which the layers store and read K/V; null where it cannot be told apart (CUDA). kept_rows: sequences that
 # gained a kept token in this step. drafting_sequences: those whose drafts it verified. query_rows: rows that the model
-# computed, padding and dead rows included. gathered_bytes: copied to make the cache readable.
+# computed, padding and dead rows included. gathered_bytes: copied to make the cache readable. swap_s, swapped_*_bytes:
+# copying the blocks of preempted sequences to host memory and back, between schedule and prepare.
 STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "propose_s": _FLOAT,
     "attention_s": _FLOAT,
@@ -77,6 +78,9 @@ STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "drafting_sequences": _INT,
     "query_rows": _INT,
     "gathered_bytes": _INT,
+    "swap_s": _FLOAT,
+    "swapped_out_bytes": _INT,
+    "swapped_in_bytes": _INT,
 }
 TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
     "t_s": _FLOAT,

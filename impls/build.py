@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from impls.engine import Engine
+from impls.kv_cache.host_swap import HostSwap
 from impls.kv_cache.storage import KVStorage
 from impls.models.llama import LlamaModel
 from impls.models.source import ModelSource, open_model
@@ -94,11 +95,14 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
     if "_target_" in config["prefix"]:
         kv.share_prefixes(construct(config["prefix"], block_size=kv.block_size))
 
+    storages: list[KVStorage] = []
+
     def executor_for(model_source: ModelSource, method: LinearMethod, execution: Mapping[str, Any]) -> tuple[Any, int]:
         s = model_source.shape
         model = LlamaModel(s, model_source.weights(), method, device)
         storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device)
         storage.make_resident()
+        storages.append(storage)
         attention = construct(config["attention"], shape=s, device=device)
         runner = construct(execution, model=model, attention=attention, storage=storage, device=device, clock=clock)
         return runner, model.weights_bytes
@@ -122,4 +126,5 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
         eos_token_ids=source.eos_token_ids,
         max_model_len=length,
         weights_bytes=weights_bytes,
+        swap=HostSwap(storages, device),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from impls.kv_cache.host_swap import HostSwap
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
@@ -33,7 +34,8 @@ class Engine:
     """One serving engine. Single-threaded: the caller steps it and gets what each step emitted.
 
     ``draft_executor`` runs a draft model whose K/V lies in extra layers of the same blocks; None if the proposer needs
-    none. ``eos_token_ids`` end a request unless it asks to ignore them.
+    none. ``swap`` keeps what a scheduler that preempts by swapping takes out. ``eos_token_ids`` end a request unless it
+    asks to ignore them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         weights_bytes: int,
+        swap: HostSwap,
     ) -> None:
         self.scheduler, self.kv, self.executor, self.decoder = scheduler, kv, executor, decoder
         self.proposer, self.draft_executor = proposer, draft_executor
@@ -57,6 +60,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.weights_bytes = weights_bytes
+        self.swap = swap
         self._sequences: dict[str, Sequence] = {}
         self._drafts: dict[str, DraftTokens] = {}
         self._draft_forwards: list[DraftForward] = []
@@ -91,7 +95,10 @@ class Engine:
         step = self.scheduler.schedule(start)
         emissions = [self._reject(seq_id, reason, start) for seq_id, reason in step.rejected.items()]
         for seq_id in step.preempted:
-            self._forget(seq_id)
+            if seq_id in step.swapped_out:  # its keys and values will be as they were: what a proposer knows stays true
+                self._drafts.pop(seq_id, None)
+            else:
+                self._forget(seq_id)
         if step.is_empty:
             emissions = self._release(emissions)  # an abort may have ended the batch that held its tokens back
             if not emissions:
@@ -101,6 +108,9 @@ class Engine:
 
         stats = self._open_stats(step, start)
         mark = self._lap(stats, "schedule_s", start)
+        if step.swapped_out or step.swapped_in:
+            self._swap(step, stats)
+            mark = self._lap(stats, "swap_s", mark)
         batch, decoding = self._prepare(step, stats)
         mark = self._lap(stats, "prepare_s", mark)
         logits, hidden = self.executor.execute(batch)
@@ -148,6 +158,13 @@ class Engine:
             },
         )
 
+    def _swap(self, step: ScheduledStep, stats: StepStats) -> None:
+        """All out before any in: a block may pass from one sequence to another within a step."""
+        for seq_id, blocks in step.swapped_out.items():
+            stats.swapped_out_bytes += self.swap.swap_out(seq_id, blocks)
+        for seq_id, blocks in step.swapped_in.items():
+            stats.swapped_in_bytes += self.swap.swap_in(seq_id, blocks)
+
     def _prepare(self, step: ScheduledStep, stats: StepStats) -> tuple[StepBatch, list[Sequence]]:
         """The batch and, in row order, the sequences whose logits it yields. Dead rows' logits come last."""
         dead = set(step.dead_rows)
@@ -160,11 +177,12 @@ class Engine:
             start, drafts = sequence.num_computed_tokens, sequence.draft_token_ids
             tokens = (sequence.token_ids + drafts)[start : start + count]
             reaches_end = start + count == sequence.num_tokens + len(drafts)
-            if start + 1 + len(drafts) < sequence.num_tokens + len(drafts):
-                stats.prefill_tokens += count
+            required = count - len(drafts)
+            stats.draft_tokens += len(drafts)
+            if start < sequence.num_prompt_tokens or required > 1:  # the last part of a prompt may be one token
+                stats.prefill_tokens += required
             else:
-                stats.decode_tokens += count - len(drafts)
-                stats.draft_tokens += len(drafts)
+                stats.decode_tokens += required
             padding = step.padding_tokens.get(seq_id, 0)
             num_logits = len(drafts) + 1 if reaches_end else 0
             table = self.kv.block_table(seq_id)
@@ -185,6 +203,8 @@ class Engine:
         self, decoding: list[Sequence], logits: Tensor
     ) -> tuple[list[Sequence], list[list[int]], list[Sequence]]:
         """Sequences with their new tokens, and those whose logits are not finite: they fail, the others go on."""
+        if not decoding:  # a step that computed no more than parts of prompts
+            return [], [], []
         counts = [len(sequence.draft_token_ids) + 1 for sequence in decoding]
         rows = logits[: sum(counts)]  # what lies behind them belongs to dead rows
         try:
@@ -320,5 +340,6 @@ class Engine:
 
     def _forget(self, seq_id: str) -> None:
         self._drafts.pop(seq_id, None)
+        self.swap.drop(seq_id)
         if self.proposer is not None:
             self.proposer.forget(seq_id)

@@ -27,7 +27,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One client request. ``arrival_s`` is the *intended* arrival, in seconds since the run's start."""
+    """One client request. ``arrival_s`` is the *intended* arrival, in seconds since the run's start. A lower
+    ``priority`` runs first, where the scheduler heeds it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -35,14 +36,16 @@ class Request:
     arrival_s: float = 0.0
     session_id: str | None = None
     planned_cached_tokens: int = 0
+    priority: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A request in flight. A step lets ``num_computed_tokens`` catch up with ``num_tokens`` plus the drafts.
 
     There is no prefill or decode phase: a sequence whose counters differ by more than one has prompt (or, after a
-    preemption, recomputed) positions to fill; one that differs by exactly one decodes.
+    preemption, recomputed) positions to fill; one that differs by exactly one decodes. ``num_reserved_tokens`` is the
+    scheduler's own: so many positions at least does the cache hold for it.
     """
 
     request: Request
@@ -51,6 +54,7 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     preemptions: int = 0
+    num_reserved_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -20,7 +20,8 @@ class Plan:
     """All of a stream that is known before it runs; a prompt is only built when its request is.
 
     arrivals_s: float64 [num_sessions], or [concurrency] for a closed loop; prompt_tokens, output_tokens: int64 [n], for
-    a session's later turns prompt_tokens is what the turn adds; sampling: by request index; session_ids: [n].
+    a session's later turns prompt_tokens is what the turn adds; sampling: by request index; session_ids: [n];
+    priorities: [n], or none at all.
     """
 
     arrivals_s: NDArray[np.float64]
@@ -29,6 +30,7 @@ class Plan:
     sessions: SessionPlan
     sampling: Callable[[int], SamplingParams]
     session_ids: Seq[str | None]
+    priorities: Seq[int] = ()
 
 
 @dataclass
@@ -128,6 +130,7 @@ class RequestStream:
             arrival_s=arrival_s,
             session_id=self.plan.session_ids[index],
             planned_cached_tokens=cached,
+            priority=self.plan.priorities[index] if self.plan.priorities else 0,
         )
         self._in_flight[request.request_id] = _Turn(session, index, prompt)
         self.last_arrival_s = max(self.last_arrival_s, arrival_s)

@@ -1,24 +1,77 @@
-"""Iteration-level scheduling (Orca, Yu et al. 2022) with preemption by recomputation (vLLM)."""
+"""Iteration-level scheduling (Orca, Yu et al. 2022) with preemption (vLLM, Kwon et al. 2023)."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from impls.batching.order import ORDERS, RankedQueue, ranking
 from impls.batching.queues import QueueScheduler
 from impls.request import Sequence
-from impls.seams import ScheduledStep
+from impls.seams import Arm, KVCacheManager, ScheduledStep
+
+PREEMPTION = ("recompute", "swap")
+OPTIONS = ("preemption", "order", "ageing_tokens_per_s", "watermark")
 
 
 class ContinuousBatching(QueueScheduler):
-    """Sequences join and leave at every step: the running ones first, then whoever waits, first come, first served.
+    """Sequences join and leave at every step: the running ones first, then whoever waits, in the order asked for.
 
-    A prompt joins whole, within ``max_num_batched_tokens`` and ``max_num_seqs``. Nobody overtakes: while the oldest
-    that waits does not fit, nobody joins. So a prompt (or, after a preemption, prompt and outputs) that is too long to
+    A prompt joins whole, within ``max_num_batched_tokens`` and ``max_num_seqs``. Nobody overtakes: while the first that
+    waits does not fit, nobody joins. So a prompt (or, after a preemption, prompt and outputs) that is too long to
     run beside the present rows gets in as they leave, at the latest alone: the limit is at least max_model_len.
     A step that preempts admits nobody, or the same blocks would be fought over in every step.
+
+    preemption: what a sequence that must yield loses. ``recompute``: all, its tokens are computed again; ``swap``: its
+    place only, keys and values wait in host memory. Where nobody overtakes by rank (fcfs), those that wait there were
+    all running together, so host memory holds at most about a cache's worth.
+    order: who joins first, and who yields last (see `order`). watermark: the share of blocks that an admission leaves
+    free, so that it is not followed by a preemption; it does not apply where nobody runs.
     """
+
+    def __init__(
+        self,
+        *,
+        kv: KVCacheManager,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int | None = None,
+        preemption: str = "recompute",
+        order: str = "fcfs",
+        ageing_tokens_per_s: float = 100.0,
+        watermark: float = 0.0,
+    ) -> None:
+        super().__init__(
+            kv=kv,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        reasons = option_reasons(preemption, order, ageing_tokens_per_s, watermark)
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.preemption, self.order = preemption, order
+        self._blocks_left_free = int(watermark * kv.num_blocks)
+        self._ranked = None if order == "fcfs" else RankedQueue(ranking(order, ageing_tokens_per_s))
+        self._swapped: dict[str, int] = {}  # blocks that wait in host memory
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        config = arm.axes["batching"]
+        return super().validate(arm) + option_reasons(**{name: config[name] for name in OPTIONS if name in config})
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """What a sequence has computed elsewhere waits like what was swapped out here."""
+        super().add(sequence, now_s)
+        if sequence.num_computed_tokens:
+            self._swapped[sequence.seq_id] = -(-sequence.num_computed_tokens // self._kv.block_size)
+        if self._ranked is not None and sequence.seq_id in self._waiting:
+            self._ranked.add(sequence, now_s)
 
     def schedule(self, now_s: float) -> ScheduledStep:
         step = ScheduledStep(rejected=self._take_rejected())
-        budget = self._grow_running(step, self.max_num_batched_tokens)
+        drafting = self._grow_running(step)
+        budget = self.max_num_batched_tokens - sum(step.num_scheduled_tokens.values())
+        budget = self._grant_drafts(drafting, step, budget)
         if not step.preempted:
             self._admit(step, budget)
         return step
@@ -26,6 +79,7 @@ class ContinuousBatching(QueueScheduler):
     def finish(self, sequence: Sequence) -> bool:
         del self._running[sequence.seq_id]
         self._release(sequence.seq_id)
+        self._forget(sequence.seq_id)
         return True
 
     def abort(self, seq_id: str) -> None:
@@ -33,18 +87,89 @@ class ContinuousBatching(QueueScheduler):
             self.finish(self._running[seq_id])
         elif self._rejected.pop(seq_id, None) is None:
             del self._waiting[seq_id]
+            self._forget(seq_id)
 
-    def _admit(self, step: ScheduledStep, budget: int) -> None:
-        waiting, allocate, scheduled = self._waiting, self._kv.allocate, step.num_scheduled_tokens
-        while waiting and self._free_rows:
-            sequence = next(iter(waiting.values()))
-            seq_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
-            cached = self._kv.begin(seq_id, sequence.token_ids, sequence.max_total_tokens)
-            missing = num_tokens - cached
-            if missing > budget or not allocate(seq_id, num_tokens):
-                self._kv.free(seq_id)
-                return
+    def _admit(self, step: ScheduledStep, budget: int) -> int:
+        """Let those that wait join while there are rows, tokens and blocks; the budget that is left."""
+        while self._waiting and self._free_rows and budget > 0:
+            sequence = self._first_waiting()
+            seq_id = sequence.seq_id
+            begins = not sequence.num_computed_tokens  # else what it has computed waits in host memory
+            if begins:
+                cached = self._kv.begin(seq_id, sequence.token_ids, sequence.max_total_tokens)
+                sequence.num_computed_tokens = sequence.num_reserved_tokens = cached
+            count = self._portion(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
+            if not count or not self._leaves_watermark(sequence) or not self._reserve(sequence, sequence.num_tokens):
+                if begins:
+                    self._kv.free(seq_id)
+                    sequence.num_computed_tokens = sequence.num_reserved_tokens = 0
+                break
             self._seat(sequence)
-            sequence.num_computed_tokens = step.cached_tokens[seq_id] = cached
-            scheduled[seq_id] = missing
-            budget -= missing
+            if begins:
+                step.cached_tokens[seq_id] = sequence.num_computed_tokens
+            step.num_scheduled_tokens[seq_id] = count
+            budget -= count
+            if (blocks := self._swapped.pop(seq_id, 0)) > 0:
+                step.swapped_in[seq_id] = tuple(self._kv.block_table(seq_id)[:blocks])
+        return budget
+
+    def _portion(self, missing: int, budget: int) -> int:
+        """How many of its missing tokens a sequence that joins computes in this step; 0: it cannot join yet."""
+        return missing if missing <= budget else 0
+
+    def _leaves_watermark(self, sequence: Sequence) -> bool:
+        if not self._blocks_left_free or not self._running:
+            return True
+        wanted = -(-(sequence.num_tokens - sequence.num_reserved_tokens) // self._kv.block_size)
+        return wanted + self._blocks_left_free <= self._kv.num_free_blocks
+
+    def _first_waiting(self) -> Sequence:
+        if self._ranked is None:
+            return next(iter(self._waiting.values()))
+        return self._waiting[self._ranked.first(self._waiting)]
+
+    def _victim(self) -> Sequence:
+        if self._ranked is None:
+            return super()._victim()
+        return self._running[self._ranked.last(self._running)]
+
+    def _put_back(self, sequence: Sequence) -> None:
+        super()._put_back(sequence)
+        if self._ranked is not None:
+            self._ranked.wait(sequence.seq_id)
+
+    def _give_up_computed(self, sequence: Sequence, step: ScheduledStep) -> None:
+        if self.preemption == "recompute":
+            super()._give_up_computed(sequence, step)
+            return
+        blocks = -(-sequence.num_computed_tokens // self._kv.block_size)
+        self._swapped[sequence.seq_id] = blocks
+        step.swapped_out[sequence.seq_id] = tuple(self._kv.block_table(sequence.seq_id)[:blocks])
+
+    def _forget(self, seq_id: str) -> None:
+        self._swapped.pop(seq_id, None)
+        if self._ranked is not None:
+            self._ranked.remove(seq_id)
+
+
+def option_reasons(
+    preemption: Any = "recompute", order: Any = "fcfs", ageing_tokens_per_s: Any = 100.0, watermark: Any = 0.0
+) -> list[str]:
+    """Why these options of continuous batching cannot work."""
+    ageing = ageing_tokens_per_s
+    reasons = []
+    if preemption not in PREEMPTION:
+        reasons.append(f"batching.preemption={preemption}: must be one of {', '.join(PREEMPTION)}")
+    if order not in ORDERS:
+        reasons.append(f"batching.order={order}: must be one of {', '.join(ORDERS)}")
+    if not _is_number(ageing) or not 0 < ageing < float("inf"):
+        reasons.append(
+            f"batching.ageing_tokens_per_s={ageing}: must be a finite number above 0, or long prompts starve"
+        )
+    if not _is_number(watermark) or not 0 <= watermark < 1:
+        reasons.append(f"batching.watermark={watermark}: must be a share of the blocks, at least 0 and below 1")
+    return reasons
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

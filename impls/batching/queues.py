@@ -18,7 +18,8 @@ class QueueScheduler(Scheduler):
     sequence's ``draft_token_ids`` (the first ones stay), so the engine reads them after it. For each scheduled sequence
     that is no dead row the engine then raises ``num_computed_tokens`` by what was scheduled, less the rejected drafts,
     appends at least one token, and calls ``kv.commit``; when a sequence ends, it sets ``finish_reason`` and calls
-    `finish` after the commit. `schedule` itself resets and counts what it preempts (``preemptions``); tokens
+    `finish` after the commit. A part of a prompt, which does not reach the sequence's end, raises the counter and
+    is committed, no more. `schedule` itself resets and counts what it preempts (``preemptions``); tokens
     that were emitted stay in ``token_ids`` and are computed again with the prompt, but must not be emitted again. A
     dead row recomputes position ``num_computed_tokens - 1`` and none of its counters move. Between steps the engine may
     allocate further positions for a proposer; they are the sequence's until it ends.
@@ -28,6 +29,8 @@ class QueueScheduler(Scheduler):
     """
 
     emit = "step"  # when tokens are shown; `static` can hold them back until its batch ends
+    order = "fcfs"  # who joins first
+    whole_prompts = True  # a prompt is computed in one step
 
     def __init__(
         self, *, kv: KVCacheManager, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int | None = None
@@ -52,7 +55,7 @@ class QueueScheduler(Scheduler):
 
     @classmethod
     def limit_reasons(cls, max_num_seqs: Any, max_num_batched_tokens: Any, max_model_len: int) -> list[str]:
-        """Why these limits cannot work: every running sequence needs a row, and a prompt is computed in one step."""
+        """Why these limits cannot work: every running sequence needs a row, and most policies never split a prompt."""
         if not _is_count(max_num_seqs):
             return [f"batching.max_num_seqs={max_num_seqs}: must be an integer of at least 1"]
         if max_num_batched_tokens is None:
@@ -60,7 +63,7 @@ class QueueScheduler(Scheduler):
         elif not _is_count(max_num_batched_tokens):
             return [f"batching.max_num_batched_tokens={max_num_batched_tokens}: must be null or an integer >= 1"]
         reasons = []
-        if max_num_batched_tokens < max_model_len:
+        if cls.whole_prompts and max_num_batched_tokens < max_model_len:
             reasons.append(
                 f"batching.max_num_batched_tokens={max_num_batched_tokens}: must be at least max_model_len "
                 f"({max_model_len}), a prompt being computed in one step"
@@ -77,6 +80,7 @@ class QueueScheduler(Scheduler):
         seq_id = sequence.seq_id
         if seq_id in self._waiting or seq_id in self._rows or seq_id in self._rejected:
             raise ValueError(f"{seq_id} is already scheduled")
+        sequence.num_reserved_tokens = 0
         reason = self._never_runs(sequence)
         if reason is None:
             self._waiting[seq_id] = sequence
@@ -117,60 +121,90 @@ class QueueScheduler(Scheduler):
         rejected, self._rejected = self._rejected, {}
         return rejected
 
-    def _grow_running(self, step: ScheduledStep, budget: int) -> int:
-        """Schedule what every live sequence misses, oldest first, then drafts; the budget that is left.
+    def _grow_running(self, step: ScheduledStep) -> list[Sequence]:
+        """Schedule what every live sequence misses, oldest first; who of them has drafts, which are not granted yet.
 
-        Where the cache is full, the youngest are preempted. Drafts get only what no required token wants: nobody is
-        preempted, and no token put off, for a guess.
+        Where the cache is full, `_victim` yields: the youngest, unless a policy says otherwise. A sequence is asked to
+        grow only where it outgrows what it holds, one step in ``block_size``.
         """
-        allocate, scheduled = self._kv.allocate, step.num_scheduled_tokens
-        preempted: list[str] = []
+        scheduled = step.num_scheduled_tokens
+        short: list[Sequence] = []
         drafting: list[Sequence] = []
-        for sequence in list(self._running.values()):
-            seq_id = sequence.request.request_id
-            if preempted and seq_id not in self._running:
-                break  # victims are the tail: nobody is left behind the first one met
+        for seq_id, sequence in self._running.items():
             num_tokens = len(sequence.token_ids)
-            while not allocate(seq_id, num_tokens):
-                victim = self._preempt_youngest()
-                preempted.append(victim)
-                if victim == seq_id:
-                    break
-            else:
-                scheduled[seq_id] = num_tokens - sequence.num_computed_tokens
-                if sequence.draft_token_ids:
-                    drafting.append(sequence)
-        step.preempted = tuple(preempted)
-        budget -= sum(scheduled.values())
-        return self._grant_drafts(drafting, scheduled, budget) if drafting else budget
+            scheduled[seq_id] = num_tokens - sequence.num_computed_tokens
+            if num_tokens > sequence.num_reserved_tokens:
+                short.append(sequence)
+            if sequence.draft_token_ids:
+                drafting.append(sequence)
+        if short:
+            step.preempted = tuple(self._make_room(short, step))
+        return [s for s in drafting if s.draft_token_ids] if step.preempted else drafting
 
-    def _grant_drafts(self, drafting: list[Sequence], scheduled: dict[str, int], budget: int) -> int:
-        """To each as many drafts as the budget, the cache and max_model_len still allow; the budget that is left."""
-        allocate, longest = self._kv.allocate, self._max_model_len
+    def _make_room(self, short: list[Sequence], step: ScheduledStep) -> list[str]:
+        """Blocks for the next tokens of these, oldest first; who was preempted for it and is not scheduled any more."""
+        scheduled, preempted = step.num_scheduled_tokens, []
+        for sequence in short:
+            while sequence.seq_id in scheduled and not self._reserve(sequence, len(sequence.token_ids)):
+                victim = self._victim()
+                self._preempt(victim, step)
+                del scheduled[victim.seq_id]
+                preempted.append(victim.seq_id)
+        return preempted
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Hold blocks for so many positions; False, and nothing changed, where the cache has none."""
+        if num_tokens > sequence.num_reserved_tokens:
+            seq_id = sequence.request.request_id
+            if not self._kv.allocate(seq_id, num_tokens):
+                return False
+            sequence.num_reserved_tokens = self._kv.reserved_tokens(seq_id)
+        return True
+
+    def _grant_drafts(self, drafting: list[Sequence], step: ScheduledStep, budget: int) -> int:
+        """To each as many drafts as the budget, the cache and max_model_len still allow; the budget that is left.
+
+        They get only what no required token wants: nobody is preempted, and no token put off, for a guess.
+        """
+        scheduled, longest = step.num_scheduled_tokens, self._max_model_len
         for sequence in drafting:
-            seq_id, drafts, num_tokens = sequence.request.request_id, sequence.draft_token_ids, len(sequence.token_ids)
+            drafts, num_tokens = sequence.draft_token_ids, len(sequence.token_ids)
             room = min(budget, longest - num_tokens)
             granted = len(drafts)
             if granted > room:
                 granted = max(0, room)
-            while granted and not allocate(seq_id, num_tokens + granted):
-                granted -= 1
+            if num_tokens + granted > sequence.num_reserved_tokens:
+                while granted and not self._reserve(sequence, num_tokens + granted):
+                    granted -= 1
             if granted < len(drafts):
                 sequence.draft_token_ids = drafts[:granted]
-            scheduled[seq_id] += granted
+            scheduled[sequence.request.request_id] += granted
             budget -= granted
         return budget
 
-    def _preempt_youngest(self) -> str:
-        """By recomputation: the last to arrive loses its blocks and goes back to the front of the queue."""
-        seq_id, sequence = self._running.popitem()
+    def _victim(self) -> Sequence:
+        """Who yields its blocks: the last to join, which `_put_back` lets be the first to join again."""
+        return next(reversed(self._running.values()))
+
+    def _preempt(self, sequence: Sequence, step: ScheduledStep) -> None:
+        """It loses its row, its blocks and its drafts, and goes back to the queue."""
+        seq_id = sequence.seq_id
+        del self._running[seq_id]
+        self._give_up_computed(sequence, step)
         self._release(seq_id)
-        sequence.num_computed_tokens = 0
+        sequence.num_reserved_tokens = 0
         sequence.draft_token_ids = []
         sequence.preemptions += 1
-        self._waiting[seq_id] = sequence
-        self._waiting.move_to_end(seq_id, last=False)
-        return seq_id
+        self._put_back(sequence)
+
+    def _give_up_computed(self, sequence: Sequence, step: ScheduledStep) -> None:
+        """What becomes of the keys and values of a sequence that is preempted and still holds its blocks: nothing."""
+        sequence.num_computed_tokens = 0
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """To the front of the queue: whoever yields is older than all that wait."""
+        self._waiting[sequence.seq_id] = sequence
+        self._waiting.move_to_end(sequence.seq_id, last=False)
 
     def _seat(self, sequence: Sequence) -> None:
         """From the front of the queue to the lowest free row, which it keeps until it leaves."""

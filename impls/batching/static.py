@@ -62,7 +62,9 @@ class StaticBatching(QueueScheduler):
     def schedule(self, now_s: float) -> ScheduledStep:
         step = ScheduledStep(rejected=self._take_rejected())
         if self._running:
-            self._grow_running(step, self.max_num_batched_tokens - len(self._dead))
+            drafting = self._grow_running(step)
+            live_rows = sum(step.num_scheduled_tokens.values())
+            self._grant_drafts(drafting, step, self.max_num_batched_tokens - len(self._dead) - live_rows)
             for seq_id in step.preempted:
                 self._deadline_s[seq_id] = -math.inf
             if not self._running:  # what the dead rows hold left no room for the last live one
@@ -114,7 +116,7 @@ class StaticBatching(QueueScheduler):
         longest = max(member.num_tokens for member in members)
         for member in members:
             seq_id = member.seq_id
-            if not self._kv.allocate(seq_id, longest):
+            if not self._reserve(member, longest):
                 raise RuntimeError(f"the empty cache cannot hold a batch of {len(members)} x {longest} tokens")
             self._seat(member)
             del self._deadline_s[seq_id]

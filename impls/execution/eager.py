@@ -56,6 +56,8 @@ class EagerExecutor(Executor):
 
     def _run(self, batch: StepBatch, num_layers: int | None = None) -> tuple[Tensor, Tensor]:
         hidden = self._forward(batch, num_layers)
+        if len(batch.logits_indices) == 0:  # only parts of prompts: not every kernel takes no rows
+            return hidden.new_empty((0, self.model.shape.vocab_size), dtype=torch.float32), hidden
         return self.model.logits(hidden[batch.logits_indices]), hidden
 
     def _forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:

@@ -16,6 +16,8 @@ class ScheduledStep:
 
     num_scheduled_tokens: tokens per sequence that are computed (drafts included, padding not); dead rows are in here
         with the one position they recompute. padding_tokens: extra rows per sequence that only static batching pays.
+    swapped_out: of those preempted, the blocks to be copied to host memory, in order of position, before anything is
+        written in this step: they hold them no more. swapped_in: the blocks to copy them back to before the step runs.
     cached_tokens: of each sequence that joins in this step, the positions that `KVCacheManager.begin` found computed.
     """
 
@@ -23,6 +25,8 @@ class ScheduledStep:
     padding_tokens: dict[str, int] = field(default_factory=dict)
     dead_rows: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    swapped_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    swapped_in: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -39,13 +43,14 @@ class ScheduledStep:
 class Scheduler(ABC):
     """A pure policy over its queues and the cache's free space; knows no model and no tensor.
 
-    ``waiting`` and ``running`` are in order of arrival; ``slots`` shows which sequence sits in which of the
+    ``running`` is in the order in which sequences joined; ``slots`` shows which sequence sits in which of the
     ``max_num_seqs`` rows (None = free), finished ones included for as long as they hold the row.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     emit: str = "step"  # or "batch_end": what a caller of a batch pipeline sees
+    preemption: str = "recompute"  # or "swap": those that yield keep what they computed, in host memory
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -59,7 +64,8 @@ class Scheduler(ABC):
         """Decide the next step, allocating its cache space. Empty if nothing can run now (see `next_event_s`).
 
         A sequence in ``rejected`` can never run (reason as value) and has left the queues. A preempted one is back in
-        ``waiting`` with ``num_computed_tokens`` 0, its blocks freed and its drafts dropped.
+        ``waiting`` with its blocks freed and its drafts dropped; ``num_computed_tokens`` is 0, or unchanged if it is in
+        ``swapped_out``.
         """
 
     @abstractmethod

@@ -46,6 +46,9 @@ class StepStats:
     sample_s: float = 0.0
     propose_s: float = 0.0
     commit_s: float = 0.0
+    swap_s: float = 0.0  # between schedule and prepare: copying blocks of sequences to host memory and back
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     attention_s: float | None = None  # the part of forward_s in which layers store K/V and attend; None: not known
     prefill_tokens: int = 0
     decode_tokens: int = 0

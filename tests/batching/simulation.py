@@ -61,6 +61,13 @@ class Simulation:
                 self.now_s = max(self.now_s, min(wakes, default=self.now_s))
         raise AssertionError(f"starved after {max_steps} steps: {sorted(self.live)[:5]}")
 
+    def until_preempted(self, max_steps: int = 100) -> ScheduledStep:
+        """The first step that preempts somebody."""
+        for _ in range(max_steps):
+            if (step := self.step()).preempted:
+                return step
+        raise AssertionError(f"nobody was preempted in {max_steps} steps")
+
     def step(self) -> ScheduledStep:
         before = {s.seq_id: row for row, s in self._rows().items()}
         step = self.scheduler.schedule(self.now_s)
@@ -69,12 +76,14 @@ class Simulation:
             del self.live[seq_id]
         if self.check:
             self._check(step, before)
+        self.carry_out(step)
         if step.is_empty:
             return step
         self.steps.append(pickle.loads(pickle.dumps(step)))
         assert self.steps[-1] == step
         self.now_s += self.step_s
-        done = [self._advance(self.live[i], n) for i, n in step.num_scheduled_tokens.items() if i not in step.dead_rows]
+        ran = {self.live[i]: n for i, n in step.num_scheduled_tokens.items() if i not in step.dead_rows}
+        done = [sequence for sequence, count in ran.items() if self._advance(sequence, count)]
         for sequence in done:
             if sequence.num_tokens == sequence.max_total_tokens:
                 sequence.finish_reason = "length"
@@ -87,16 +96,25 @@ class Simulation:
             self.kv.check_invariants()
         return step
 
-    def _advance(self, sequence: Sequence, count: int) -> Sequence:
-        """The engine's part: count, verify, append, commit."""
+    def carry_out(self, step: ScheduledStep) -> None:
+        """What a model and its cache would do, for those that look at it."""
+
+    def _advance(self, sequence: Sequence, count: int) -> bool:
+        """The engine's part: count, verify, append, commit. False for a part that does not reach the sequence's end."""
         drafted = len(sequence.draft_token_ids)
-        assert sequence.num_computed_tokens + count == sequence.num_tokens + drafted, "a whole prompt, or all drafts"
+        end = sequence.num_computed_tokens + count
+        if end < sequence.num_tokens and not drafted:
+            assert not self.scheduler.whole_prompts
+            sequence.num_computed_tokens = end
+            self.kv.commit(sequence.seq_id, end)
+            return False
+        assert end == sequence.num_tokens + drafted, "all that a sequence misses, and all its drafts"
         accepted = int(self.rng.integers(0, drafted + 1))
         sequence.draft_token_ids = []
         sequence.token_ids.extend([0] * (accepted + 1))
         sequence.num_computed_tokens = sequence.num_tokens - 1
         self.kv.commit(sequence.seq_id, sequence.num_computed_tokens)
-        return sequence
+        return True
 
     def _rows(self) -> dict[int, Sequence]:
         by_id = {s.seq_id: s for s in self.scheduler.running}
@@ -111,7 +129,8 @@ class Simulation:
         assert len(rows) == len(scheduler.running) <= scheduler.max_num_seqs, "over max_num_seqs"
         assert set(step.num_scheduled_tokens) == {s.seq_id for s in rows.values()}, "whoever holds a row runs"
         order = [self.arrival[s.seq_id] for s in scheduler.running]
-        assert order == sorted(order), "somebody overtook a preempted sequence"
+        assert order == sorted(order) or scheduler.order != "fcfs", "somebody overtook a preempted sequence"
+        self._check_shares(step, [s for s in rows.values() if s.seq_id not in step.dead_rows])
         for row, sequence in rows.items():
             seq_id = sequence.seq_id
             if seq_id in before and seq_id not in step.preempted:
@@ -127,4 +146,16 @@ class Simulation:
         for seq_id in step.preempted:
             assert self.live[seq_id].preemptions > 0 and not self.live[seq_id].draft_token_ids
             if seq_id not in step.num_scheduled_tokens:
-                assert self.live[seq_id].num_computed_tokens == 0
+                computed, blocks = self.live[seq_id].num_computed_tokens, step.swapped_out.get(seq_id, ())
+                assert computed == 0 or (len(blocks) - 1) * kv.block_size < computed <= len(blocks) * kv.block_size
+                assert bool(blocks) == (scheduler.preemption == "swap")
+
+    def _check_shares(self, step: ScheduledStep, live: list[Sequence]) -> None:
+        """Decodes lack nothing; a prompt is cut only to the budget's end, one at a time, and then nobody drafts."""
+        scheduled = step.num_scheduled_tokens
+        missing = {s.seq_id: s.num_tokens - s.num_computed_tokens for s in live}
+        cut = [seq_id for seq_id in missing if scheduled[seq_id] < missing[seq_id]]
+        if cut:
+            assert not self.scheduler.whole_prompts and len(cut) == 1 and missing[cut[0]] > 1
+            assert step.total_tokens == self.scheduler.max_num_batched_tokens, "a prompt waits beside an idle budget"
+            assert all(scheduled[s.seq_id] <= missing[s.seq_id] for s in live), "a draft displaces a required token"

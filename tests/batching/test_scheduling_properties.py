@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Simulation, request
 
-from impls.batching.continuous import ContinuousBatching
+from impls.batching.chunked_prefill import ChunkedPrefill
+from impls.batching.continuous import PREEMPTION, ContinuousBatching
+from impls.batching.order import ORDERS
 from impls.batching.queues import QueueScheduler
 from impls.batching.static import StaticBatching
 from impls.kv_cache.blocks import BlockManager
@@ -21,7 +24,8 @@ from impls.kv_cache.contiguous import ContiguousCache
 from impls.kv_cache.paged import PagedCache
 from impls.seams import Arm, ModelShape
 
-POLICIES = [ContinuousBatching, StaticBatching]
+POLICIES = [ContinuousBatching, StaticBatching, ChunkedPrefill]
+NAMES = {ContinuousBatching: "continuous", StaticBatching: "static", ChunkedPrefill: "chunked_prefill"}
 
 
 def build(policy: type, cache: type, tokens: int, length: int, block_size: int = 4, **limits: Any) -> Simulation:
@@ -38,21 +42,24 @@ def build(policy: type, cache: type, tokens: int, length: int, block_size: int =
 def test_every_request_ends_once_within_every_limit(policy: type, cache: type, data: st.DataObject) -> None:
     length = data.draw(st.integers(4, 40), "max_model_len")
     tokens = data.draw(st.integers(length if cache is ContiguousCache else 8, 5 * length + 8), "cache")
-    budget = data.draw(st.integers(length, 3 * length), "max_num_batched_tokens")
+    budget = data.draw(st.integers(length if policy.whole_prompts else 1, 3 * length), "max_num_batched_tokens")
     rows = data.draw(st.integers(1, min(8, budget)), "max_num_seqs")
     block_size = data.draw(st.sampled_from([1, 3, 4]), "block_size")
-    sim = build(policy, cache, tokens, length, block_size, max_num_seqs=rows, max_num_batched_tokens=budget)
+    options = {} if policy is StaticBatching else options_of_continuous(data)
+    sim = build(policy, cache, tokens, length, block_size, max_num_seqs=rows, max_num_batched_tokens=budget, **options)
     most_drafts = data.draw(st.integers(0, 4), "drafts")
     sim.drafts = lambda rng: int(rng.integers(0, most_drafts + 1))
     sim.seed = data.draw(st.integers(0, 2**16), "seed")
     shapes = st.tuples(st.integers(1, length), st.integers(1, length), st.floats(0, 30))
     traffic = data.draw(st.lists(shapes, min_size=1, max_size=14), "traffic")
     requests = [request(str(i), prompt, output, arrival) for i, (prompt, output, arrival) in enumerate(traffic)]
-    sim.run(requests, max_steps=sum(2 * r.sampling.max_tokens for r in requests) * len(requests) + 100)
+    requests = [replace(r, priority=data.draw(st.integers(0, 2), "priority")) for r in requests]
+    most = sum(2 * r.sampling.max_tokens + len(r.prompt_token_ids) for r in requests)
+    sim.run(requests, max_steps=most * len(requests) + 100)
     assert sim.ended.keys() | sim.rejected.keys() == {r.request_id for r in requests}
     assert not sim.ended.keys() & sim.rejected.keys()
     arrival_order = [r.request_id for r in sorted(requests, key=lambda r: r.arrival_s) if r.request_id in sim.ended]
-    assert sim.first_scheduled == arrival_order, "first come, first served"
+    assert sim.first_scheduled == arrival_order or sim.scheduler.order != "fcfs", "first come, first served"
     dead = sum(len(step.dead_rows) for step in sim.steps)
     padding = sum(sum(step.padding_tokens.values()) for step in sim.steps)
     assert policy is StaticBatching or dead == padding == 0
@@ -62,16 +69,25 @@ def test_every_request_ends_once_within_every_limit(policy: type, cache: type, d
         assert all(sequence.preemptions == 0 for sequence in sim.ended.values()), "the whole length was reserved"
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+def options_of_continuous(data: st.DataObject) -> dict[str, Any]:
+    return {
+        "preemption": data.draw(st.sampled_from(PREEMPTION), "preemption"),
+        "order": data.draw(st.sampled_from(ORDERS), "order"),
+        "ageing_tokens_per_s": data.draw(st.sampled_from([0.1, 10.0]), "ageing"),
+        "watermark": data.draw(st.sampled_from([0.0, 0.3]), "watermark"),
+    }
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(prompt=st.integers(1, 40), output=st.integers(1, 40), count=st.integers(1, 30), rows=st.integers(1, 9))
-def test_with_constant_lengths_both_policies_compute_the_same(prompt: int, output: int, count: int, rows: int) -> None:
+def test_with_constant_lengths_all_policies_compute_the_same(prompt: int, output: int, count: int, rows: int) -> None:
     """The negative control: no early finisher and no padding, so nothing that continuous batching could win."""
     counts = []
     for policy in POLICIES:
         sim = build(policy, PagedCache, 80 * 9, 80, max_num_seqs=rows)
         sim.run([request(str(i), prompt, output) for i in range(count)])
         counts.append((len(sim.steps), sum(step.total_tokens for step in sim.steps)))
-    assert counts[0] == counts[1] == (-(-count // rows) * output, count * (prompt + output - 1))
+    assert counts == [(-(-count // rows) * output, count * (prompt + output - 1))] * len(POLICIES)
 
 
 def test_with_capped_exponential_outputs_static_computes_more() -> None:
@@ -123,7 +139,7 @@ def arm(policy: str, **changes: Any) -> Arm:
     return Arm({"batching": config}, shape, 512, "cpu", 1 << 20)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [ContinuousBatching, StaticBatching])
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -138,9 +154,34 @@ def arm(policy: str, **changes: Any) -> Arm:
     ],
 )
 def test_validate_names_the_option_the_value_and_what_is_allowed(policy: type, changes: Any, reason: Any) -> None:
-    name = "static" if policy is StaticBatching else "continuous"
-    reasons = policy.validate(arm(name, **changes))
+    reasons = policy.validate(arm(NAMES[policy], **changes))
     assert reasons == [] if reason is None else len(reasons) == 1 and reasons[0].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"max_num_batched_tokens": 64}, None),
+        ({"max_num_batched_tokens": 31}, "batching.max_num_seqs=32: must be at most max_num_batched_tokens (31)"),
+        ({"max_num_batched_tokens": 0}, "batching.max_num_batched_tokens=0: must be null or an integer"),
+        ({"preemption": "drop"}, "batching.preemption=drop: must be one of recompute, swap"),
+        ({"order": "longest"}, "batching.order=longest: must be one of fcfs, shortest_first, priority"),
+        ({"ageing_tokens_per_s": 0.0}, "batching.ageing_tokens_per_s=0.0: must be a finite number above 0"),
+        ({"watermark": 1.0}, "batching.watermark=1.0: must be a share of the blocks, at least 0 and below 1"),
+    ],
+)
+def test_validate_of_the_options_of_continuous_batching(changes: Any, reason: Any) -> None:
+    """Also those of chunked prefill, whose budget may be below max_model_len, but not below the rows."""
+    reasons = ChunkedPrefill.validate(arm("chunked_prefill", **changes))
+    assert reasons == [] if reason is None else len(reasons) == 1 and reasons[0].startswith(reason)
+    if changes.keys() <= {"preemption", "order", "ageing_tokens_per_s", "watermark"}:
+        assert ContinuousBatching.validate(arm("continuous", **changes)) == reasons
+        kv = PagedCache(budget_bytes=64, bytes_per_token=1, max_model_len=64)
+        made = (ContinuousBatching, ChunkedPrefill)
+        for policy in made if reason is not None else ():
+            with pytest.raises(ValueError, match=reason.partition(":")[0]):
+                policy(kv=kv, max_model_len=64, max_num_seqs=4, **changes)
 
 
 def test_validate_of_the_static_options() -> None:

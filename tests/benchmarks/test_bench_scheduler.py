@@ -1,10 +1,13 @@
-"""Scheduler and allocator: a decode step costs at most 50 us + 2 us a sequence.
+"""Scheduler and allocator: a decode step should cost at most 50 us + 2 us a sequence.
 
-Timed in CPU time of the thread, with garbage collection off as in a measured window.
+Timed in CPU time of the thread, with garbage collection off as in a measured window. That target is recorded beside
+each figure. What fails a test is relative: a step may cost `MOST_LOOPS` times a bare loop over the same sequences
+timed in turns with it, so that neither a slow nor a busy machine turns it red, and twice the work does.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -24,10 +27,36 @@ pytestmark = pytest.mark.benchmark(timer=time.thread_time, disable_gc=True)
 SEQUENCES = [1, 256, 4096]
 PROMPT, BLOCK, MAX_MODEL_LEN = 30, 16, 512
 STEPS = 64  # in which every table grows by four blocks
+MOST_LOOPS = 5.0
+FIXED = 25  # sequences' worth that a step may cost without any: the target's 50 us / 2 us
 
 
-def target_s(sequences: int) -> float:
-    return 50e-6 + 2e-6 * sequences
+class Judge:
+    """Times the bare loop between the rounds of what it judges. Both are judged by their best round."""
+
+    def __init__(self, sequences: dict[str, Sequence]) -> None:
+        self._items = list(sequences.items()) * -(-256 // len(sequences))
+        self._found: dict[str, int] = {}
+        self._loop_s = math.inf  # for one sequence
+
+    def time_bare_loop(self) -> None:
+        found = self._found
+        start = time.thread_time()
+        for seq_id, sequence in self._items:
+            found[seq_id] = len(sequence.token_ids) - sequence.num_computed_tokens
+        self._loop_s = min(self._loop_s, (time.thread_time() - start) / len(self._items))
+
+    def verdict(self, benchmark: Any, count: int) -> bool:
+        """Whether a step over ``count`` sequences costs no more than it may; its figures go to the record."""
+        best = best_seconds(benchmark)
+        if best is None:
+            return True
+        loops = best / (self._loop_s * (count + FIXED))
+        target_s = 50e-6 + 2e-6 * count
+        benchmark.extra_info.update(
+            target_s=target_s, within_target=best < target_s, bare_loop_s=self._loop_s * count, loops=loops
+        )
+        return loops < MOST_LOOPS
 
 
 def paged(num_tokens: int) -> PagedCache:
@@ -70,9 +99,11 @@ def test_decode_step(benchmark: Any, count: int, drafts: int) -> None:
     )
     sequences = waiting(scheduler, count)
     steps = [scheduler.schedule(0.0)]
+    judge = Judge(sequences)
 
     def between() -> tuple[tuple[Any, ...], dict[str, Any]]:
         advance(steps[-1], sequences, drafts)
+        judge.time_bare_loop()
         return (scheduler, kv, sequences), {}
 
     def timed(*parts: Any) -> None:
@@ -84,8 +115,7 @@ def test_decode_step(benchmark: Any, count: int, drafts: int) -> None:
     blocks = -(-(PROMPT + done + drafts) // BLOCK)
     assert kv.num_blocks - kv.num_free_blocks == count * blocks
     benchmark.extra_info.update(steps=done, tokens=sum(s.total_tokens for s in steps[1:]), blocks=count * blocks)
-    best = best_seconds(benchmark)
-    assert drafts or best is None or best < target_s(count)
+    assert judge.verdict(benchmark, count) or drafts
 
 
 @pytest.mark.parametrize("count", SEQUENCES)
@@ -119,9 +149,11 @@ def test_static_step(benchmark: Any, count: int) -> None:
     )
     sequences = waiting(scheduler, count)
     steps = [scheduler.schedule(1.0)]
+    judge = Judge(sequences)
 
     def between() -> tuple[tuple[Any, ...], dict[str, Any]]:
         advance(steps[-1], sequences)
+        judge.time_bare_loop()
         return (scheduler, kv, sequences), {}
 
     def timed(*parts: Any) -> None:
@@ -131,8 +163,7 @@ def test_static_step(benchmark: Any, count: int) -> None:
     assert all(step.total_tokens == count for step in steps[1:])
     assert kv.num_free_blocks == 0
     benchmark.extra_info.update(steps=len(steps) - 1, blocks=count)
-    best = best_seconds(benchmark)
-    assert best is None or best < target_s(count)
+    assert judge.verdict(benchmark, count)
 
 
 @pytest.mark.parametrize("count", SEQUENCES)

@@ -32,6 +32,12 @@ OUTPUT_TOKENS = 16
 NUM_PROMPTS = 8
 MIN_GAP = 0.01
 MAX_MODEL_LEN = 96
+# The budget is below almost every prompt: chunks tested with prompts that fit into one test nothing (vllm#55612).
+LIMITS = {
+    "static": {"max_num_seqs": 4},
+    "continuous": {"max_num_seqs": 4},
+    "chunked_prefill": {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,14 +88,14 @@ def oracle(real_model):
 
 @pytest.mark.parametrize("proposer", [None, "ngram", "layer_skip", "draft_model"])
 @pytest.mark.parametrize("kv_cache", ["contiguous", "paged"])
-@pytest.mark.parametrize("batching", ["static", "continuous"])
+@pytest.mark.parametrize("batching", ["static", "continuous", "chunked_prefill"])
 def test_every_arm_gives_the_oracles_tokens(real_model, oracle, batching, kv_cache, proposer):
     decoding = {} if proposer is None else {"decoding": "speculative", "proposer": proposer}
     config = arm_config(
         budget_tokens=4 * MAX_MODEL_LEN,
         source=real_model,
         max_model_len=MAX_MODEL_LEN,
-        batching=(batching, {"max_num_seqs": 4}),
+        batching=(batching, LIMITS[batching]),
         kv_cache=kv_cache,
         **decoding,
     )
@@ -107,15 +113,39 @@ def test_every_arm_gives_the_oracles_tokens(real_model, oracle, batching, kv_cac
 
 
 @pytest.mark.parametrize("decoding", [{}, {"decoding": "speculative", "proposer": "layer_skip"}])
-def test_preemption_by_recomputation_changes_no_token(real_model, oracle, decoding):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("batching", ["continuous", "chunked_prefill"])
+def test_preemption_changes_no_token(real_model, oracle, batching, preemption, decoding):
     config = arm_config(
         budget_tokens=6 * 16,  # six blocks for sequences of up to three: they grow into each other's room
         source=real_model,
         max_model_len=MAX_MODEL_LEN,
-        batching=("continuous", {"max_num_seqs": 4}),
+        batching=(batching, {**LIMITS[batching], "preemption": preemption}),
         **decoding,
     )
     engine = build(config, real_model)
     outputs, results = run(engine, [request(name, prompt, OUTPUT_TOKENS) for name, (prompt, _) in oracle.items()])
     assert sum(r.stats.preempted for r in results if r.stats) > 0
+    assert (sum(r.stats.swapped_in_bytes for r in results if r.stats) > 0) == (preemption == "swap")
     assert outputs == {name: tokens for name, (_, tokens) in oracle.items()}
+
+
+@pytest.mark.parametrize("prefix", ["hash_chain", "radix"])
+@pytest.mark.parametrize("decoding", [{}, {"decoding": "speculative", "proposer": "layer_skip"}])
+def test_shared_blocks_change_no_token(real_model, oracle, prefix, decoding):
+    """Every prompt comes twice, in a cache too small for four of them: shared, evicted, preempted and found again."""
+    config = arm_config(
+        budget_tokens=64,
+        source=real_model,
+        max_model_len=MAX_MODEL_LEN,
+        batching=("continuous", {"max_num_seqs": 4}),
+        kv_cache=("paged", {"block_size": 4}),
+        prefix=prefix,
+        **decoding,
+    )
+    engine = build(config, real_model)
+    twice = {f"{name}{again}": expected for name, expected in oracle.items() for again in ("", " again")}
+    outputs, results = run(engine, [request(name, prompt, OUTPUT_TOKENS) for name, (prompt, _) in twice.items()])
+    assert outputs == {name: tokens for name, (_, tokens) in twice.items()}
+    assert sum(r.stats.preempted for r in results if r.stats) > 0
+    assert sum(sum(r.stats.cached_prompt_tokens.values()) for r in results if r.stats) > 0

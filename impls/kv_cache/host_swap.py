@@ -1,0 +1,45 @@
+"""Where the keys and values of preempted sequences wait: host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from impls.kv_cache.storage import KVStorage
+
+
+class HostSwap:
+    """Copies whole blocks of every storage (a draft model's layers lie in the same blocks) out and back.
+
+    ``route`` says what a copy crosses. On a CPU it stays in host memory, so its time says nothing about a GPU's bus.
+    """
+
+    def __init__(self, storages: Seq[KVStorage], device: torch.device) -> None:
+        self.route = "host to host" if device.type == "cpu" else f"{device.type} to host"
+        self._storages = tuple(storages)
+        self._kept: dict[str, list[Tensor]] = {}
+
+    def swap_out(self, seq_id: str, blocks: Seq[int]) -> int:
+        """Keep a copy of these blocks; bytes copied."""
+        self._kept[seq_id] = [storage.export(blocks).to("cpu") for storage in self._storages]
+        return sum(data.nbytes for data in self._kept[seq_id])
+
+    def swap_in(self, seq_id: str, blocks: Seq[int]) -> int:
+        """Write what was kept to these blocks, as many and in the same order, and keep it no longer; bytes copied.
+
+        KeyError for a sequence of which nothing is kept.
+        """
+        kept = self._kept.pop(seq_id)
+        for storage, data in zip(self._storages, kept, strict=True):
+            storage.import_(blocks, data)
+        return sum(data.nbytes for data in kept)
+
+    def drop(self, seq_id: str) -> None:
+        """It will not run again."""
+        self._kept.pop(seq_id, None)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(data.nbytes for kept in self._kept.values() for data in kept)
