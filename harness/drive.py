@@ -12,6 +12,8 @@ from impls.request import Request
 from impls.seams import StepResult, Target
 from workloads.stream import RequestStream
 
+LOOK_S = 0.5  # how long the driver waits at a stretch
+
 
 class RealClock:
     """Monotonic seconds since the run's start. The last millisecond of a wait is spun: a sleep may oversleep by one."""
@@ -63,7 +65,8 @@ def drive(
 
     ``initial`` is ``stream.initial()``, called before the clock starts: building prompts is no part of the run. Pacing
     is by absolute deadlines, so a late step delays what follows it but never the schedule itself. `on_step` is called
-    while nothing can run as well. On `should_stop` the requests that are still open are aborted and recorded as such.
+    while nothing has arrived as well. On `should_stop`, which is asked at least every `LOOK_S` by the real clock, the
+    requests that are still open are aborted and recorded as such.
     """
     pending: list[tuple[float, int, Request]] = []
     order = 0
@@ -91,13 +94,16 @@ def drive(
             target.add_request(request)
             recorder.submitted(request, clock.now())
         until = pending[0][0] if pending else math.inf
+        if isinstance(clock, RealClock):
+            until = min(until, now + LOOK_S)
         if not target.has_work:
-            clock.sleep_until(min(until, now + 0.5) if isinstance(clock, RealClock) else until)
+            clock.sleep_until(until)
             on_step(StepResult())
             continue
         result = target.step(until)
         recorder.step(result)
-        on_step(result)
+        if result.stats is not None or result.emissions:  # else it waits, and one that waits for ever is a hang
+            on_step(result)
         for emission in result.emissions:
             outputs[emission.request_id] += emission.token_ids
             if emission.finish_reason is not None:

@@ -1,12 +1,15 @@
-"""Bad input: one line that names the option, its value, what is allowed and the nearest valid choice."""
+"""Errors in one line: bad input with its option, value, what is allowed and the nearest choice; a trial's failure."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
 
+import psutil
 from hydra.errors import OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+
+LONGEST = 500  # characters of what an error says of itself
 
 
 class BadInput(ValueError):
@@ -15,6 +18,15 @@ class BadInput(ValueError):
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def failure(error: Exception) -> str:
+    """Why a trial failed, in one line; where the host's memory is out, with what was free (CUDA says so itself)."""
+    said = one_line(f"{type(error).__name__}: {error}")[:LONGEST]
+    if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in said:
+        return said
+    memory = psutil.virtual_memory()
+    return f"{said} (the host has {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free)"
 
 
 def nearest(value: str, allowed: Iterable[str]) -> str | None:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any, TypeVar
 
 from harness.child import measure
-from harness.errors import one_line
+from harness.errors import LONGEST, failure, one_line
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 POLL_S = 0.2
@@ -125,7 +125,11 @@ def _enter(target: Callable[[Job, Send], None], job: Job, write_end: Connection,
         except BrokenPipeError:
             os._exit(1)  # the parent is gone
 
-    target(job, send)
+    try:
+        target(job, send)
+    except Exception as error:  # told by itself: the last line of the output may be its last line only, or another's
+        send({"error": failure(error)})
+        raise
 
 
 def _end_with_parent() -> None:
@@ -155,30 +159,37 @@ def run_inline(job: Job, *, stall_s: float, on_progress: Send) -> Ending:
         except KeyboardInterrupt:
             return Ending("killed by the user before its record was finished", interrupted=True)
         except Exception as error:  # whatever a technique raises fails its trial, not the study
-            return Ending(one_line(f"{type(error).__name__}: {error}")[:500], interrupted=bool(interrupts))
+            return Ending(failure(error), interrupted=bool(interrupts))
         return Ending(None, interrupted=bool(interrupts))
 
 
 def _watch(
     child: BaseProcess, reports: Connection, interrupts: list[int], stall_s: float, on_progress: Send
 ) -> str | None:
-    """Follow the child's reports until it ends; why it was killed, or None if it was not."""
+    """Follow the child's reports until it ends; why it failed or was killed, or None if nothing says so."""
     steps, advanced, asked, told, phase = 0, time.monotonic(), 0.0, 0.0, "starting"
     seen: tuple[object, ...] = ()
     is_open = True
-    while child.exitcode is None:
-        if is_open and reports.poll(POLL_S):
+    while True:
+        has_ended = child.exitcode is not None  # asked before the pipe: what it sent last is read all the same
+        if is_open and reports.poll(0.0 if has_ended else POLL_S):
             try:
                 report = json.loads(reports.recv_bytes())
             except EOFError:
                 is_open = False
                 continue
+            if "error" in report:
+                return str(report["error"])
             steps, phase = report["steps"], report["phase"]
             if (now_seen := (phase, steps, report.get("waits"))) != seen:
                 seen, advanced = now_seen, time.monotonic()
             on_progress(report)
+        elif has_ended:
+            return None
         elif not is_open:
             child.join(POLL_S)
+        if has_ended:
+            continue
         now = time.monotonic()
         if interrupts and now - told > ASK_EVERY_S:  # more than once: a process that has just been forked is deaf
             asked, told = asked or now, now
@@ -187,7 +198,6 @@ def _watch(
             return "killed by the user before its record was finished"
         if not asked and now - advanced > stall_s:
             return f"hang: no step for {stall_s:g} s (study.stall_s) while {phase}, after {steps} steps; killed"
-    return None
 
 
 def _signal(child: BaseProcess, number: int) -> None:
@@ -207,7 +217,7 @@ def _describe(code: int | None, output: IO[bytes]) -> str | None:
     assert code is not None
     output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    last = one_line(lines[-1])[:500] if lines else "it printed nothing"
+    last = one_line(lines[-1])[:LONGEST] if lines else "it printed nothing"
     if code == -signal.SIGKILL:
         return f"killed by the operating system (SIGKILL), most likely for lack of memory; last output: {last}"
     if code < 0:

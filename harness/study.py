@@ -60,12 +60,17 @@ def compose_study(overrides: Sequence[str]) -> Composed:
     whole = compose_config(tuple(map(str, base)))
     if not isinstance(whole["seed"], int):
         raise BadInput(f"seed={whole['seed']}: must be a whole number; for example 0")
+    for key in ("trials", "max_trials", "stall_s"):
+        if whole["study"][key] is None:
+            raise BadInput(f"study.{key}=null: must be a number; for example 5")
     name = whole["study"]["name"]
     if not NAME.fullmatch(str(name)):
         raise BadInput(f"study.name={name}: a study's name is also a folder's: letters, digits and . = + - _ only")
     specs = read_arms(given_arms[0] if given_arms else whole["study"]["arms"])
     arms = plan_arms(base, swept, specs, most_trials(whole["study"]))
     configs = {arm.name: _compose_planned(arm) for arm in arms}
+    for arm, config in configs.items():
+        _check_waits(arm, config["batching"].get("timeout_s"), whole["study"]["stall_s"])
     return Composed(whole, arms, configs, find_baseline(whole["study"]["baseline"], arms, specs))
 
 
@@ -117,10 +122,15 @@ def plan_study(overrides: Sequence[str]) -> Plan:
 
 
 def resolve(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is `auto` or relative becomes definite, once for all arms. BadInput if that cannot be."""
+    """What is `auto` or relative becomes definite, once for all arms. BadInput if that cannot be.
+
+    The user's cache is asked for first: without it no model is fetched or converted, and every trial would fail alike.
+    """
     from harness.arm import resolve_study  # imports torch: a mistake in the command is told without that wait
+    from impls.user_cache import make_cache
 
     try:
+        make_cache()
         return resolve_study(configs)
     except (ValueError, OSError) as error:
         raise BadInput(one_line(str(error))) from error
@@ -183,6 +193,15 @@ def planned_configs(plan: Plan) -> dict[str, dict[str, Any]]:
         if difference:
             raise BadInput(f"arm {name} is no longer what study.json records: {difference}; start a new run")
     return configs
+
+
+def _check_waits(arm: str, timeout_s: float | None, stall_s: float) -> None:
+    """A batch that waits for company runs no step, and then a long one: half of what would be a hang at most."""
+    if timeout_s is not None and timeout_s > stall_s / 2:
+        raise BadInput(
+            f"arm {arm}: batching.timeout_s={timeout_s}: must be at most half of study.stall_s={stall_s}, the seconds "
+            f"without a step that are a hang; nearest: {stall_s / 2:g}"
+        )
 
 
 def _compose_planned(arm: PlannedArm) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ NONE = "study=none"
         ([NONE, "seed=null"], ["seed=None", "a whole number"]),
         ([NONE, "study.trials=1000000"], ["study.trials=1000000", "nearest: 10000"]),
         ([NONE, "study.name=../elsewhere"], ["study.name=../elsewhere", "a folder's"]),
+        ([NONE, "study.trials=null"], ["study.trials=null", "a number"]),
+        ([NONE, "study.stall_s=null"], ["study.stall_s=null", "a number"]),
         ([NONE, "study.trials=0"], ["study.trials=0", "at least 1", "nearest: 1"]),
         ([NONE, "study.trials=abc"], ["study.trials=abc", "a number", "for example 1"]),
         ([NONE, "study.trials=1.5"], ["study.trials=1.5", "a whole number"]),
@@ -64,6 +67,14 @@ NONE = "study=none"
         (["--config-dir=/elsewhere"], ["--config-dir", "no such flag"]),
         (["--studdy", "x"], ["--studdy", "no such flag"]),
         ([NONE, "a b"], ["not an option", "key=value"]),
+        (
+            [NONE, "batching=static", "batching.timeout_s=70"],
+            ["batching.timeout_s=70", "half of study.stall_s=120.0", "nearest: 60"],
+        ),
+        (
+            [NONE, "batching=continuous,static", "study.stall_s=0.05"],
+            ["arm static: batching.timeout_s=0.05", "half of study.stall_s=0.05", "nearest: 0.025"],
+        ),
     ],
 )
 def test_one_line_that_helps(
@@ -102,6 +113,47 @@ def test_what_only_the_parts_know_is_one_line_too(
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option", ["arrivals=onoff", "arrivals=poisson", "arrivals=gamma", "arrivals=constant", "arrivals=piecewise"]
+)
+def test_a_rate_that_no_run_reaches_the_end_of_is_refused_at_once(option: str, capsys: Any, tmp_path: Path) -> None:
+    command = [NONE, "model=tiny", "device=cpu", "attention=sdpa", f"workload/{option}", f"run_dir={tmp_path / 'run'}"]
+    assert main([*command, "workload.arrivals.rate=1e-300"]) == 2
+    error = capsys.readouterr().err
+    assert "workload.arrivals.rate=1e-300: must be from 1e-06 to 1e+09" in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["file/cache", "/proc/cache"])
+def test_a_cache_that_cannot_be_written_is_told_before_anything_runs(
+    place: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("a file")
+    monkeypatch.setenv("HARNESS_CACHE", place)
+    assert main([NONE, "model=tiny", "device=cpu", "attention=sdpa"]) == 2
+    error = capsys.readouterr().err
+    assert f"HARNESS_CACHE={place}: cannot be written (" in error and "allowed: HARNESS_CACHE=" in error
+    assert error.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_ctrl_c_while_it_is_still_imported_is_no_traceback(tmp_path: Path) -> None:
+    """Its first import from elsewhere takes long here, and is where Ctrl-C strikes."""
+    (tmp_path / "hydra.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness"],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGINT  # which a shell shows as 130
 
 
 def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

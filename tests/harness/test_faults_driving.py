@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from golden import FixedStream, play, request
 
-from harness.drive import VirtualClock, drive
+from harness.drive import RealClock, VirtualClock, drive
 from harness.metrics import compute_metrics, request_latencies
 from harness.recorder import Recorder
 from harness.records import TELEMETRY_SCHEMA, empty_frame
@@ -153,3 +154,30 @@ def test_f2_and_46_a_request_whose_end_never_came_is_a_record_and_a_failure() ->
     requests = recorder.requests()
     assert requests["finish_reason"].tolist() == ["length", "aborted"]
     assert request_latencies(requests)["outcome"].tolist() == ["finished", "failed"]
+
+
+class Waiting(Server):
+    """Has work and runs nothing, as `static` does while it waits for company."""
+
+    def step(self, until: float) -> StepResult:
+        self._clock.sleep_until(until)
+        return StepResult()
+
+
+def test_a_target_that_waits_can_be_stopped_and_makes_no_progress() -> None:
+    """Ctrl-C does not wait with it; and were its wait told as a step, one that waits for ever would be no hang."""
+    clock, told, asked = RealClock(), list[StepResult](), iter([False, False, True])
+    began = time.monotonic()
+    stream = FixedStream([request("a", 4, 4)])
+    target: Any = Waiting(clock, 0.0)  # type: ignore[arg-type]
+    ended = drive(
+        target,
+        stream,  # type: ignore[arg-type]
+        recorder := Recorder(),
+        clock,
+        initial=stream.initial(),
+        on_step=told.append,
+        should_stop=lambda: next(asked),
+    )
+    assert not ended and told == [] and time.monotonic() - began < 5
+    assert list(recorder.requests()["finish_reason"]) == ["aborted"] and not target.has_work

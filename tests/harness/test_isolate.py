@@ -51,7 +51,9 @@ def test_a_question_is_answered_in_another_process() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("raise ValueError('no such\\nlayer')", "layer"),
+        ("raise ValueError('no such\\nlayer\\nin a list of hints')", "ValueError: no such layer in a list of hints"),
+        ("import atexit; atexit.register(print, 'a last word'); raise ValueError('no such layer')", "no such layer"),
+        ("raise MemoryError('Unable to allocate 9.3 GiB for an array')", "9.3 GiB for an array (the host has "),
         ("print('said on stdout', flush=True); sys.exit(3)", "said on stdout"),
         ("sys.exit(3)", "it printed nothing"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "lack of memory"),
