@@ -34,6 +34,12 @@ def has_int8_instructions() -> bool:
     return _cpu_reports("_is_vnni_supported", "_is_avx512_vnni_supported", "_is_amx_tile_supported")
 
 
+@cache
+def has_avx512() -> bool:
+    """torch runs its AVX512 kernels here."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
 def activation_dtype(device: torch.device) -> torch.dtype:
     """Of the hidden states under reduced-precision weights: BF16 where the hardware multiplies it, else FP32."""
     return torch.bfloat16 if device.type != "cpu" or has_bf16_instructions() else torch.float32

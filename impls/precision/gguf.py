@@ -1,0 +1,67 @@
+"""A GGUF file's own Q4_1 and Q8_0 blocks, multiplied as they are stored: nothing is quantised a second time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from impls import native
+from impls.precision.grouped import GroupedWeight, round_symmetrically, round_to_nearest
+from impls.precision.grouped_gemm import GroupedGemm
+from impls.precision.weight_only import as_groups, why_no_groups
+from impls.seams import Arm, LinearMethod, PackedLinear
+
+BLOCK = 32
+
+
+class Gguf(LinearMethod):
+    """Blocks of 32 weights with an FP16 scale: Q4_1 (4 bits and an FP16 minimum) and Q8_0 (8 bits, symmetric).
+
+    The file's numbers reach `pack` as FP32. A block's least and greatest are its lowest and highest level, as llama.cpp
+    quantises, so the grid can be read off them; that it was read rightly is checked: `dequantize` gives the same FP32
+    numbers back, bit for bit, or `pack` refuses. Activations FP32, FP32 accumulators (llama.cpp rounds activations to
+    8 bits). Channels are never permuted: the blocks are the point.
+    """
+
+    name = "gguf"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # torch's own operators would round the FP16 scales to the activations' type.
+        self.kernel = "native_grouped" if device.type == "cpu" and native.available() else "dequantized"
+        self._gemms = {bits: GroupedGemm(device, bits, kernel=self.kernel) for bits in (4, 8)}
+        self.activation_dtype = self._gemms[4].dtype
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        model = arm.axes.get("model", {})
+        file = str(model.get("path") or model.get("package", {}).get("member", ""))
+        not_gguf = f"model={model.get('name')} is no GGUF file, whose blocks this would use"
+        return why_no_groups(BLOCK, arm.model) + ([] if file.endswith(".gguf") else [not_gguf])
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """ValueError if the weights are neither Q4_1 nor Q8_0 blocks."""
+        found = stored_blocks(weight.float())
+        return self._gemms[found.bits].pack(found, bias)
+
+    def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return self._gemm_of(packed).matmul(x, as_groups(packed))
+
+    def dequantize(self, packed: PackedLinear) -> Tensor:
+        return self._gemm_of(packed).unpack(as_groups(packed))
+
+    def rows(self, packed: PackedLinear, ids: Tensor) -> Tensor | None:
+        return self._gemm_of(packed).rows(as_groups(packed), ids)
+
+    def _gemm_of(self, packed: PackedLinear) -> GroupedGemm:
+        return self._gemms[as_groups(packed).bits]
+
+
+def stored_blocks(weight: Tensor) -> GroupedWeight:
+    """The Q4_1 or Q8_0 blocks that FP32 weights [N, K] were dequantised from. ValueError if from neither."""
+    if weight.shape[1] % BLOCK == 0:
+        for found in (round_to_nearest(weight, 4, BLOCK), round_symmetrically(weight, BLOCK)):
+            if torch.equal(found.dequantize(), weight):
+                return found
+    n, k = weight.shape
+    raise ValueError(f"precision=gguf: a layer of {n} x {k} weights is not stored as Q4_1 or Q8_0 blocks")
