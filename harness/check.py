@@ -17,14 +17,15 @@ ALLOWED_TARGETS = ("impls.", "workloads.", "harness.")
 # Every number is finite and at least 0. These names are narrower, wherever they occur.
 AT_LEAST_ONE = {
     *("trials", "max_trials", "num_requests", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"),
-    *("concurrency", "num_draft_tokens", "num_groups", "max_tokens", "num_layers", "threads"),
+    *("concurrency", "num_draft_tokens", "num_groups", "max_tokens", "num_layers", "threads", "profiler_steps"),
 }
 ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv", "half_width"}
-AT_MOST_ONE = {"share", "top_p", "acceptance_rate"}
-AT_MOST = {"trials": 10_000, "max_trials": 10_000}  # every block is planned, and written down, before the first
+AT_MOST_ONE = {"share", "top_p", "acceptance_rate", "profiler_at"}
+# Every block is planned, and written down, before the first; a step of a trace takes about a megabyte of memory.
+AT_MOST = {"trials": 10_000, "max_trials": 10_000, "profiler_steps": 256}
 ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
 NUMBERS = AT_LEAST_ONE | ABOVE_ZERO | AT_MOST_ONE | {"per_hour"}  # or null, whatever conf/ says
-CHOICES = {"isolation": ("process", "inline")}
+CHOICES = {"isolation": ("process", "inline"), "telemetry.profiler": ("none", "torch")}
 # Read by the harness before an option is constructed, so no constructor knows them.
 HARNESS_KEYS = {"kv_cache": ("budget",)}
 

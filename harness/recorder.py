@@ -171,6 +171,10 @@ class Recorder:
 
     # --- when it is over ----------------------------------------------------------------------------------------------
 
+    def sent(self) -> list[Request]:
+        """As they were submitted, in that order: the rows of `requests`."""
+        return [row.request for row in self._rows.values()]
+
     def requests(self) -> pd.DataFrame:
         """One row a request, in order of submission. One that never ended is recorded as aborted, without an end."""
         self._gather()

@@ -1,7 +1,8 @@
 """The record format (schema_version 1): one folder a trial, written whole or not at all, read back with every check.
 
-A trial's folder holds `run.json`, `requests.parquet`, `steps.parquet` and `telemetry.parquet`; the run's folder holds
-`study.json`. Missing is null: NaN or NA in a frame, null in a file. Infinity is the string "inf" in JSON.
+A trial's folder holds `run.json`, `requests.parquet`, `steps.parquet` and `telemetry.parquet`, and `trace.json.gz` where
+it was profiled; the run's folder holds `study.json`. Missing is null: NaN or NA in a frame, null in a file. Infinity is
+the string "inf" in JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ RUN_FIELDS = (
     *("metrics", "limits", "validity", "clock", "emulated"),
 )
 # Beyond the contract: missing or null where it was not measured. decode_costs: of `warm_up.WarmUp`. linear_stages: what
-# `linear_stages.linear_stage_times` gave.
-RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list}
+# `linear_stages.linear_stage_times` gave. profile: of `telemetry.profiler.Profile`.
+RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list, "profile": dict}
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 REQUEST_COLUMNS: dict[str, pa.DataType] = {
@@ -260,8 +261,10 @@ def write_trial(
     requests: pd.DataFrame | None = None,
     steps: pd.DataFrame | None = None,
     telemetry: pd.DataFrame | None = None,
+    trace: bytes | None = None,
 ) -> None:
-    """Write a trial's folder under a temporary name beside it and rename it. A frame left out is an empty one.
+    """Write a trial's folder under a temporary name beside it and rename it. A frame left out is an empty one, and
+    without a ``trace`` (Chrome's format, gzip) there is none.
 
     What a killed run left half-written there is removed; an older record that is not ok is replaced. RecordError if an
     ok record lies there already, or if ``run`` or a frame does not follow the schema.
@@ -283,6 +286,8 @@ def write_trial(
             shutil.rmtree(temporary)
             raise RecordError(f"{directory / path.name}: does not follow the schema ({_one_line(error)})") from error
         pq.write_table(table, path, compression="zstd")
+    if trace is not None:
+        (temporary / "trace.json.gz").write_bytes(trace)
     write_json(temporary / "run.json", record)
     if directory.exists():
         replaced = directory.with_name(f".{directory.name}.{os.getpid()}.old")

@@ -24,10 +24,12 @@ from harness.recorder import Recorder
 from harness.records import SCHEMA_VERSION, write_trial
 from harness.telemetry.gpu import gpu_source
 from harness.telemetry.host import HostSource, ProcessSource, host_load
+from harness.telemetry.options import TelemetryOptions
+from harness.telemetry.profiler import Profile, profile_steps
 from harness.telemetry.sampler import Sampler, Source
 from harness.validity import busy_host
 from harness.warm_up import warm_up
-from impls.build import KV_DTYPES, build_engine, kv_dtype_name, max_model_len
+from impls.build import KV_DTYPES, build_engine, construct, kv_dtype_name, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
 from impls.seams import StepResult
@@ -84,9 +86,10 @@ def run_trial(
     source_of_figures = provenance(device, kernels(engine))
 
     def tick() -> None:
-        progress.phase, progress.waits = "warming up", progress.waits + 1
+        progress.waits += 1
         on_progress(progress)
 
+    progress.phase = "warming up"
     warmed = warm_up(engine, stream, tick)
     method = engine.executor.model.method
     roof = peaks(device, str(config["precision"]["name"]), method, cache_dir())
@@ -96,6 +99,7 @@ def run_trial(
     recorder = Recorder()
     memory = PeakMemory(device)
     gpus = gpu_source() if device == "cuda" else None
+    options: TelemetryOptions = construct(config["telemetry"])
     sources: list[Source] = [ProcessSource(), HostSource(), *([gpus] if gpus else [])]
 
     def on_step(result: StepResult) -> None:
@@ -111,7 +115,7 @@ def run_trial(
     try:
         memory.reset()
         clock.restart()
-        with Sampler(sources, clock, float(config["telemetry"].get("rate_hz", 10.0))) as sampler:
+        with Sampler(sources, clock, options.rate_hz) as sampler:
             completed = drive(
                 engine, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
             )
@@ -147,6 +151,9 @@ def run_trial(
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
         },
     )
+    profile = Profile()
+    if completed:
+        profile = profile_steps(engine, recorder.sent(), requests, steps, options, tick=tick, should_stop=should_stop)
     status, reasons = ("aborted", ["stopped by the user"]) if not completed else judge(requests)
     run = {
         "schema_version": SCHEMA_VERSION,
@@ -173,14 +180,16 @@ def run_trial(
         + (unnatural_prompts(config["workload"]) if engine.decoder.uses_proposer else [])
         + busy_host(load_before["cpu_percent"], telemetry, window, psutil.cpu_count() or 1)
         + trouble
+        + [*profile.warnings]
         + ([f"telemetry ended early: {one_line(sampler.error)}"] if sampler.error else []),
         "clock": "real",
         "emulated": emulated(engine),
         "decode_costs": warmed.decode_costs,
         "linear_stages": stages,
+        "profile": profile.summary,
     }
     engine.close()
-    write_trial(out_dir, run, requests, steps, telemetry)
+    write_trial(out_dir, run, requests, steps, telemetry, profile.trace)
     return status
 
 

@@ -18,6 +18,7 @@ from harness.report.charts import (
     latency,
     linear_layers,
     load,
+    operators,
     precision,
     provenance,
     roofline,
@@ -72,12 +73,13 @@ def render(report: Report) -> str:
 
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
-    """What follows the first screen. Load stands there only where arrival rates were swept."""
+    """After the first screen. Load is there only where rates were swept, operators only where a trial was profiled."""
+    profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
     return [
         *swept,
         ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
-        ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report)]),
+        ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report), *profiled]),
         ("Against the machine", [roofline.chart(report), precision.chart(report)]),
         ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
         ("Speculation", [speculation.chart(report), speedup.chart(report)]),
