@@ -1,14 +1,14 @@
 """Scheduler and allocator: a decode step should cost at most 50 us + 2 us a sequence.
 
 Timed in CPU time of the thread, with garbage collection off as in a measured window. That target is recorded beside
-each figure. What fails a test is relative: a step may cost `MOST_LOOPS` times a bare loop over the same sequences
-timed in turns with it, so that neither a slow nor a busy machine turns it red, and twice the work does.
+each figure. What fails a test is relative: a step may cost so many times a bare loop over the same sequences, timed in
+turns with it, so that neither a slow nor a busy machine turns it red, and twice the work does.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -27,36 +27,41 @@ pytestmark = pytest.mark.benchmark(timer=time.thread_time, disable_gc=True)
 SEQUENCES = [1, 256, 4096]
 PROMPT, BLOCK, MAX_MODEL_LEN = 30, 16, 512
 STEPS = 64  # in which every table grows by four blocks
-MOST_LOOPS = 5.0
+DECODE_LOOPS, STATIC_LOOPS = 4.5, 5.5  # measured: 2.4 to 3.2 and 2.9 to 4.2, on two cores shared by nine processes
 FIXED = 25  # sequences' worth that a step may cost without any: the target's 50 us / 2 us
 
 
 class Judge:
-    """Times the bare loop between the rounds of what it judges. Both are judged by their best round."""
+    """Times a bare loop before every round of what it judges; what counts is the median of the rounds' ratios."""
 
     def __init__(self, sequences: dict[str, Sequence]) -> None:
-        self._items = list(sequences.items()) * -(-256 // len(sequences))
+        self._sequences = sequences
+        self._ids = list(sequences) * -(-256 // len(sequences))
         self._found: dict[str, int] = {}
-        self._loop_s = math.inf  # for one sequence
+        self._loop_s: list[float] = []  # for one sequence
 
     def time_bare_loop(self) -> None:
-        found = self._found
+        """Two lookups, a few attributes and a sum for each sequence: about what any scheduler has to do."""
+        sequences, found, total = self._sequences, self._found, 0
         start = time.thread_time()
-        for seq_id, sequence in self._items:
+        for seq_id in self._ids:
+            sequence = sequences[seq_id]
             found[seq_id] = len(sequence.token_ids) - sequence.num_computed_tokens
-        self._loop_s = min(self._loop_s, (time.thread_time() - start) / len(self._items))
+            total += found[seq_id]
+        self._loop_s.append((time.thread_time() - start) / len(self._ids))
 
-    def verdict(self, benchmark: Any, count: int) -> bool:
+    def verdict(self, benchmark: Any, count: int, most_loops: float) -> bool:
         """Whether a step over ``count`` sequences costs no more than it may; its figures go to the record."""
         best = best_seconds(benchmark)
         if best is None:
             return True
-        loops = best / (self._loop_s * (count + FIXED))
+        rounds = zip(benchmark.stats.stats.data, self._loop_s, strict=True)
+        loops = median(step_s / (loop_s * (count + FIXED)) for step_s, loop_s in rounds)
         target_s = 50e-6 + 2e-6 * count
         benchmark.extra_info.update(
-            target_s=target_s, within_target=best < target_s, bare_loop_s=self._loop_s * count, loops=loops
+            target_s=target_s, within_target=best < target_s, bare_loop_s=min(self._loop_s) * count, loops=loops
         )
-        return loops < MOST_LOOPS
+        return loops < most_loops
 
 
 def paged(num_tokens: int) -> PagedCache:
@@ -115,7 +120,7 @@ def test_decode_step(benchmark: Any, count: int, drafts: int) -> None:
     blocks = -(-(PROMPT + done + drafts) // BLOCK)
     assert kv.num_blocks - kv.num_free_blocks == count * blocks
     benchmark.extra_info.update(steps=done, tokens=sum(s.total_tokens for s in steps[1:]), blocks=count * blocks)
-    assert judge.verdict(benchmark, count) or drafts
+    assert judge.verdict(benchmark, count, DECODE_LOOPS) or drafts
 
 
 @pytest.mark.parametrize("count", SEQUENCES)
@@ -163,7 +168,7 @@ def test_static_step(benchmark: Any, count: int) -> None:
     assert all(step.total_tokens == count for step in steps[1:])
     assert kv.num_free_blocks == 0
     benchmark.extra_info.update(steps=len(steps) - 1, blocks=count)
-    assert judge.verdict(benchmark, count)
+    assert judge.verdict(benchmark, count, STATIC_LOOPS)
 
 
 @pytest.mark.parametrize("count", SEQUENCES)
