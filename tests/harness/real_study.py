@@ -42,7 +42,7 @@ class RealStudy:
         self._mark = uuid.uuid4().hex
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell does; its temporary folder, and so its device lock, are its own."""
+        """In a process group of its own, as a shell does; a killed one's temporary files stay in this folder."""
         settings = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), MARK: self._mark, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, "-m", "harness", f"run_dir={self.run_dir}", *options],

@@ -1,43 +1,104 @@
-"""A real study is killed, interrupted and started twice: what is recorded at its end is what nothing ever disturbed."""
+"""A study is killed, interrupted and started twice: what is recorded at its end is what nothing ever disturbed."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from killed_study import end_of, start_study
 from real_study import COMMAND, TRIALS, WAIT_S, RealStudy, kill, leftovers, outcome, wait_for_lines
 
 from harness.__main__ import main
 from harness.block import run_block
 from harness.run_dir import pending_blocks, read_plan, statuses
 
+CHANGED = ("workload.num_requests=4", "workload.output_length.value=6")
+SHORT = [*(o for o in COMMAND if o.partition("=")[0] not in {c.partition("=")[0] for c in CHANGED}), *CHANGED]
+
+
+@dataclass
+class Undisturbed:
+    """What a study has to show that nobody killed, how many writes it made and how long it took."""
+
+    outcome: dict[str, Any]
+    writes: int
+    seconds: float
+
+
+def undisturbed_study(folder: Path, *, with_report: bool) -> Undisturbed:
+    began = time.monotonic()
+    assert end_of(start_study(folder, SHORT, with_report=with_report)) == 0, (folder / "output").read_text()
+    found = outcome(folder / "run")
+    assert len(found["trials"]) == TRIALS and {trial[0] for trial in found["trials"].values()} == {"ok"}
+    return Undisturbed(found, int((folder / "writes").read_text()), time.monotonic() - began)
+
+
+@pytest.fixture(scope="module")
+def without_report(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed_study(tmp_path_factory.mktemp("u"), with_report=False)
+
+
+@pytest.fixture(scope="module")
+def with_report(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed_study(tmp_path_factory.mktemp("r"), with_report=True)
+
+
+def assert_resumes_as_if_undisturbed(folder: Path, undisturbed: Undisturbed, *, with_report: bool) -> None:
+    status = end_of(start_study(folder, SHORT, with_report=with_report))
+    assert status == 0, (folder / "output").read_text()
+    assert outcome(folder / "run") == undisturbed.outcome
+    assert leftovers(folder / "run") == []
+
+
+def test_kill_9_at_three_writes_one_after_another(tmp_path: Path, without_report: Undisturbed) -> None:
+    """Each resumed study is killed again. A third of the writes is left each time, so none of them gets to its end."""
+    generator = np.random.default_rng(5)
+    for _ in range(3):
+        at = int(generator.integers(1, without_report.writes // 3))
+        assert end_of(start_study(tmp_path, SHORT, at=at)) == -signal.SIGKILL
+    assert_resumes_as_if_undisturbed(tmp_path, without_report, with_report=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_kill_9_at_any_moment(tmp_path: Path, with_report: Undisturbed, seed: int) -> None:
+    """While it plans, measures, compares tokens or draws its report: at one of its writes, or whenever it may be."""
+    generator = np.random.default_rng(seed)
+    if seed % 2:
+        at = int(generator.integers(1, with_report.writes + 1))
+        assert end_of(start_study(tmp_path, SHORT, at=at, with_report=True)) == -signal.SIGKILL
+    else:
+        process = start_study(tmp_path, SHORT, with_report=True)
+        time.sleep(generator.uniform(0.0, with_report.seconds))
+        process.kill()
+        assert end_of(process) in (-signal.SIGKILL, 0)
+    assert_resumes_as_if_undisturbed(tmp_path, with_report, with_report=True)
+    assert (tmp_path / "run/report.html").is_file() and (tmp_path / "run/summary.json").is_file()
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same study in this process, which nobody kills."""
-    folder = tmp_path_factory.mktemp("u")
+    """The same study in this process, its trials in processes of their own, which nobody kills."""
+    folder = tmp_path_factory.mktemp("i")
 
     def blocks(run_dir: Path, overrides: Any) -> None:
         for block in pending_blocks(run_dir, read_plan(run_dir)):
             run_block(run_dir, block)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))
-        command = [*COMMAND, f"run_dir={folder / 'run'}"]
-        assert main(command, launch=blocks, finish=lambda run_dir, plan: []) == 0
+    assert main([*COMMAND, f"run_dir={folder / 'run'}"], launch=blocks, finish=lambda run_dir, plan: []) == 0
     return outcome(folder / "run")
 
 
 @pytest.fixture
-def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStudy]:
-    study = RealStudy(tmp_path_factory.mktemp("s"))
+def study(tmp_path: Path) -> Iterator[RealStudy]:
+    study = RealStudy(tmp_path)
     with study.nothing_stays():
         yield study
 
@@ -46,15 +107,8 @@ def assert_ends_as_if_undisturbed(study: RealStudy, undisturbed: dict[str, Any])
     _, errors = (last := study.start(*COMMAND)).communicate(timeout=WAIT_S)
     assert (last.returncode, errors) == (0, "")
     assert outcome(study.run_dir) == undisturbed
-    assert len(undisturbed["trials"]) == TRIALS
     assert leftovers(study.run_dir) == []
-    assert (study.run_dir / "report.html").is_file() and (study.run_dir / "summary.json").is_file()
     study.assert_no_process_is_left()
-
-
-def assert_nothing_stays(study: RealStudy, *allowed: str | None) -> None:
-    study.assert_no_process_is_left()
-    assert set(statuses(study.run_dir, read_plan(study.run_dir)).values()) <= {"ok", None, *allowed}
 
 
 def start_until_a_trial_runs(study: RealStudy, generator: np.random.Generator) -> subprocess.Popen[str]:
@@ -67,13 +121,14 @@ def start_until_a_trial_runs(study: RealStudy, generator: np.random.Generator) -
 
 
 @pytest.mark.slow
-def test_kill_9_three_times(study: RealStudy, undisturbed: dict[str, Any]) -> None:
-    """Each resumed study is killed again, at a random moment of one of the trials that are left."""
+def test_kill_9_of_a_command_takes_its_trial_along(study: RealStudy, undisturbed: dict[str, Any]) -> None:
+    """As its user sees it: nothing runs on, and nothing half-written is there for the next one."""
     generator = np.random.default_rng(5)
-    for _ in range(3):
+    for _ in range(2):
         kill(process := start_until_a_trial_runs(study, generator))
         assert process.returncode == -signal.SIGKILL
-        assert_nothing_stays(study)
+        study.assert_no_process_is_left()
+        assert set(statuses(study.run_dir, read_plan(study.run_dir)).values()) <= {"ok", None}
     assert_ends_as_if_undisturbed(study, undisturbed)
 
 
@@ -88,7 +143,8 @@ def test_ctrl_c_once_and_twice(study: RealStudy, undisturbed: dict[str, Any]) ->
         _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 130
         assert errors == f"interrupted; resume with: python -m harness run_dir={study.run_dir}\n"
-        assert_nothing_stays(study, "aborted")
+        study.assert_no_process_is_left()
+        assert set(statuses(study.run_dir, read_plan(study.run_dir)).values()) <= {"ok", "aborted", None}
     assert_ends_as_if_undisturbed(study, undisturbed)
 
 
@@ -97,27 +153,10 @@ def test_two_started_at_once_in_one_folder(study: RealStudy, undisturbed: dict[s
     """One of them runs the study; the other says so and touches nothing."""
     pair = [study.start(*COMMAND) for _ in range(2)]
     said = [process.communicate(timeout=WAIT_S) for process in pair]
+    assert sorted(process.returncode for process in pair) == [0, 2], said
     loser = next(i for i, process in enumerate(pair) if process.returncode == 2)
     assert said[loser][0] == "" and said[loser][1].count("\n") == 1
     assert f"run_dir={study.run_dir}: another run " in said[loser][1]
-    assert (pair[1 - loser].returncode, said[1 - loser][1]) == (0, "")
+    assert f"(process {pair[1 - loser].pid})" in said[loser][1] or "has just started there" in said[loser][1]
+    assert said[1 - loser][1] == ""
     assert outcome(study.run_dir) == undisturbed and leftovers(study.run_dir) == []
-
-
-@pytest.fixture(scope="module")
-def whole_s(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """What a study takes from its start to its report."""
-    study, began = RealStudy(tmp_path_factory.mktemp("w")), time.monotonic()
-    assert study.start(*COMMAND).wait(timeout=WAIT_S) == 0
-    return time.monotonic() - began
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_kill_9_at_any_moment(study: RealStudy, undisturbed: dict[str, Any], whole_s: float, seed: int) -> None:
-    """While it plans, measures, compares tokens or draws its report."""
-    process = study.start(*COMMAND)
-    time.sleep(np.random.default_rng(seed).uniform(0.0, whole_s))
-    kill(process)
-    study.assert_no_process_is_left()
-    assert_ends_as_if_undisturbed(study, undisturbed)

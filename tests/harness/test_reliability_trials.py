@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from real_study import COMMAND, leftovers
 from reliability_bodies import DISK_BYTES, hang_in_static, suffer
 
+import harness.trial
 from harness.__main__ import main
 from harness.block import run_block
 from harness.child import measure
@@ -39,9 +43,18 @@ def blocks(target: Any) -> Callable[[Path, Any], None]:
 
 
 def run(folder: Path, target: Any, *arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))  # not behind what is measured on this machine
-        return main([*arguments, f"run_dir={folder / 'run'}"], launch=blocks(target), finish=lambda run_dir, plan: [])
+    return main([*arguments, f"run_dir={folder / 'run'}"], launch=blocks(target), finish=lambda run_dir, plan: [])
+
+
+def run_inline(folder: Path, *arguments: str) -> int:
+    """In this process."""
+
+    def launch(run_dir: Path, overrides: Any) -> None:
+        for block in pending_blocks(run_dir, read_plan(run_dir)):
+            run_block(run_dir, block)
+
+    command = [*arguments, "isolation=inline", f"run_dir={folder / 'run'}"]
+    return main(command, launch=launch, finish=lambda run_dir, plan: [])
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +102,62 @@ def test_a_resumed_study_makes_up_for_what_failed(suffered: Path, tmp_path: Path
         assert (tmp_path / "run" / kept).read_bytes() == (suffered / "run" / kept).read_bytes()
 
 
+CUDA_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.19 GiB is "
+    "free. Including non-PyTorch memory, this process has 77.96 GiB memory in use.\nSee documentation for more"
+)
+
+
+def out_of_cuda_memory() -> None:
+    raise torch.cuda.OutOfMemoryError(CUDA_SAYS)
+
+
+# By the sequences of its arm: what runs out at which call of the executor. The first is in the warm-up, the others are
+# in the window.
+OUT_OF_MEMORY: dict[int, tuple[int, Callable[[], Any]]] = {
+    2: (1, out_of_cuda_memory),
+    3: (60, lambda: torch.empty(1 << 55, dtype=torch.int8)),
+    4: (60, lambda: np.empty(1 << 55, np.int8)),
+}
+
+
+def test_an_arm_that_is_out_of_memory_says_what_was_asked_and_free_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_target = harness.trial.build_target
+
+    def with_little_memory(config: Any, *arguments: Any) -> Any:
+        engine = build_target(config, *arguments)
+        execute, calls = engine.executor.execute, itertools.count(1)
+        at, allocate = OUT_OF_MEMORY.get(config["batching"]["max_num_seqs"], (0, lambda: None))
+
+        def allocating(batch: Any) -> Any:
+            if next(calls) == at:
+                allocate()
+            return execute(batch)
+
+        engine.executor.execute = allocating
+        return engine
+
+    monkeypatch.setattr(harness.trial, "build_target", with_little_memory)
+    sizes = [*OUT_OF_MEMORY, 5]
+    arms = ",".join(f'seqs_{n}:{{set:["batching.max_num_seqs={n}"]}}' for n in sizes)
+    given = [option for option in ARM if not option.startswith("batching.max_num_seqs")]
+    assert run_inline(tmp_path, *given, "kv_cache.budget=2048tokens", f"study.arms={{{arms}}}") == 1
+    assert capsys.readouterr().err == ""
+    records = {n: read_trial(tmp_path / f"run/seqs_{n}/0") for n in sizes}
+    assert [records[n].run["status"] for n in sizes] == ["failed"] * 3 + ["ok"]
+    reasons = {n: records[n].run["reasons"] for n in OUT_OF_MEMORY}
+    assert all(len(whys) == 1 and "\n" not in whys[0] for whys in reasons.values())
+    assert reasons[2][0].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.")
+    assert "of which 1.19 GiB is free" in reasons[2][0]
+    assert "you tried to allocate 36028797018963968 bytes" in reasons[3][0]
+    assert "Unable to allocate 32.0 PiB" in reasons[4][0]
+    for n in (3, 4):
+        assert re.search(r"\(the host has \d+\.\d of \d+\.\d GB free\)$", reasons[n][0])
+    assert len(records[5].requests) == 8
+
+
 @pytest.mark.slow
 def test_a_trial_that_hangs_is_recorded_and_the_study_goes_on(tmp_path: Path) -> None:
     began = time.monotonic()
@@ -104,13 +173,9 @@ def test_a_request_that_can_never_fit_is_rejected_and_the_others_go_on(tmp_path:
     trace = tmp_path / "trace.jsonl"
     lengths = [(8, 4), (300, 4), (200, 4), (9, 4)]
     trace.write_text("\n".join(json.dumps({"input_length": i, "output_length": o}) for i, o in lengths))
-    traffic = ["workload=trace", f"workload.path={trace}", "isolation=inline"]
+    traffic = ["workload=trace", f"workload.path={trace}"]
     given = [option for option in ARM if not option.startswith("workload")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path))
-        launch = lambda run_dir, overrides: run_block(run_dir, 0)  # noqa: E731
-        command = [*given, *traffic, "kv_cache.budget=256tokens", f"run_dir={tmp_path / 'run'}"]
-        assert main(command, launch=launch, finish=lambda run_dir, plan: []) == 0
+    assert run_inline(tmp_path, *given, *traffic, "kv_cache.budget=256tokens") == 0
     record = read_trial(tmp_path / "run/single/0")
     assert record.run["status"] == "ok" and record.run["metrics"]["n_rejected"] == 2
     assert list(record.requests["finish_reason"]) == ["length", "rejected", "rejected", "length"]
