@@ -103,3 +103,12 @@ def test_where_no_full_draft_fits_only_plain_steps_are_timed() -> None:
     costs = warm_up(engine, stream).decode_costs
     assert costs and all(cost["rows"] == cost["sequences"] for cost in costs)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("prefix", ["hash_chain", "radix"])
+def test_it_leaves_no_prefix_behind(prefix: str) -> None:
+    engine, stream, seen = build("batching.max_num_seqs=4", f"prefix={prefix}", "kv_cache.block_size=2")
+    warm_up(engine, stream)
+    assert any(hits for s in seen for hits in s.cached_prompt_tokens.values()), "its own prompts come twice"
+    for request in stream.warmup_requests(4, prompt_tokens=12, max_tokens=4):
+        assert engine.kv.begin(request.request_id, request.prompt_token_ids) == 0
