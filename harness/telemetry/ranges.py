@@ -49,8 +49,7 @@ def ranges(engine: Engine) -> Iterator[Open]:
             stack.enter_context(_replaced(owner, method, _inside(open_range, name, getattr(owner, method))))
 
         wrap(engine.scheduler, "schedule", "schedule")
-        if hasattr(engine, "_swap"):
-            wrap(engine, "_swap", "swap")
+        wrap(engine, "_swap", "swap")
         wrap(engine, "_prepare", "prepare")
         wrap(engine.executor, "execute", "forward")
         wrap(engine, "_decode", "sample")
