@@ -295,7 +295,21 @@ def test_a_compiled_model_is_told_apart_by_its_operators(monkeypatch: pytest.Mon
     assert sum(row["cpu_s"] for row in rows if row["group"] == "elementwise") > 0
 
 
-@pytest.mark.parametrize("overrides", [["batching=static"], ["decoding=speculative", "proposer=layer_skip"]])
+def test_no_prompt_finds_itself_in_the_prefix_cache() -> None:
+    found = Watched("attention=sdpa", "prefix=hash_chain")
+    profile = found.profile()
+    assert profile.summary is not None
+    first = profile.summary["first_step"]
+    before = [result.stats for result in found.results if result.stats][first : first + STEPS]
+    again = [result.stats for result in found.seen[-STEPS:] if result.stats]
+    assert [s.prefill_tokens for s in again] == [s.prefill_tokens for s in before]
+    assert max(s.prefill_tokens for s in again) > found.engine.kv.block_size  # whole blocks could have been found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["batching=static"], ["batching=chunked_prefill"], ["decoding=speculative", "proposer=layer_skip"]],
+)
 def test_other_techniques_are_profiled_as_well(overrides: list[str]) -> None:
     found = Watched("attention=sdpa", *overrides)
     profile = found.profile()
