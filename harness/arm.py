@@ -16,7 +16,16 @@ from omegaconf import OmegaConf
 from harness.errors import BadInput, not_allowed
 from harness.limits import does_not_fit, memory_free_bytes
 from impls.attention.auto import resolve_attention
-from impls.build import describe_arm, locate, max_model_len, uses_proposer, validate_axes
+from impls.build import (
+    describe_arm,
+    has_workers,
+    is_foreign,
+    locate,
+    max_model_len,
+    uses_proposer,
+    validate_axes,
+    worker_configs,
+)
 from impls.models.source import ModelSource, open_model
 from impls.seams import ModelShape
 
@@ -36,7 +45,8 @@ def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
         arm["device"] = {**arm["device"], "name": resolve_device(str(arm["device"]["name"]))}
         device = arm["device"]["name"]
         if arm["attention"]["name"] == "auto":
-            arm["attention"] = option("attention", resolve_attention(device))
+            foreign = {"name": arm["target"]["name"]} if is_foreign(arm) else None  # its kernels are its own affair
+            arm["attention"] = foreign or option("attention", resolve_attention(device))
         if device not in free:
             free[device] = memory_free_bytes(device)
         source = open_model(arm["model"])
@@ -46,6 +56,7 @@ def resolve_study(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
         arm["kv_cache"] = kv_cache
         if draft := draft_options(arm):
             arm["draft"] = draft
+        arm["topology"] = own_policies(arm["topology"])
         resolved[name] = arm
     return resolved
 
@@ -75,6 +86,15 @@ def draft_options(arm: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     model = option("model", str(proposer["model"])) if proposer["model"] else dict(arm["model"])
     return {"model": model, "precision": option("precision", str(proposer["precision"]))}
+
+
+def own_policies(topology: Mapping[str, Any]) -> dict[str, Any]:
+    """A topology's options, with the batching policy that a role of its workers names in full."""
+    settled = dict(topology)
+    for role, options in topology.items():
+        if isinstance(options, Mapping) and options.get("batching") is not None:
+            settled[role] = {**options, "batching": option("batching", str(options["batching"]))}
+    return settled
 
 
 def option(group: str, name: str) -> dict[str, Any]:
@@ -135,13 +155,22 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
     if draft is not None and draft.shape.vocab_size != source.shape.vocab_size:
         sizes = f"{draft.shape.vocab_size} tokens, the target {source.shape.vocab_size}"
         reasons.append(f"proposer.model={draft.name} has a vocabulary of {sizes}: must be the same")
-    arm = describe_arm(config, source)
-    budget, models = arm.kv_budget_bytes, [(source.shape, str(config["precision"]["name"]))]
-    if draft is not None:  # its K/V lies in the same blocks, so that the target's is only a part of the budget
-        own, extra = (shape.kv_bytes_per_token(arm.element_bytes) for shape in (source.shape, draft.shape))
-        arm = replace(arm, kv_budget_bytes=budget * own // (own + extra))
+    if has_workers(config):
+        topology = config["topology"]
+        whys = locate(topology).validate(describe_arm(config, source))
+        if whys:  # without them there is no telling what each worker would be
+            return reasons + [f"topology={topology['name']}: {why}" for why in whys]
+    models = [(source.shape, str(config["precision"]["name"]))]
+    if draft is not None:
         models.append((draft.shape, str(config["draft"]["precision"]["name"])))
-    reasons += validate_axes(arm)
+    workers = worker_configs(config)
+    for worker in workers.values():
+        arm = describe_arm(worker, source)
+        if draft is not None:  # its K/V lies in the same blocks, so that the target's is only a part of the budget
+            own, extra = (shape.kv_bytes_per_token(arm.element_bytes) for shape in (source.shape, draft.shape))
+            arm = replace(arm, kv_budget_bytes=arm.kv_budget_bytes * own // (own + extra))
+        reasons += [why for why in validate_axes(arm) if why not in reasons]
     rows = int(config["batching"].get("max_num_batched_tokens") or max(2048, length))
-    lacking = does_not_fit(models, budget, rows, str(config["device"]["name"]))
+    budget, device = int(config["kv_cache"]["budget_bytes"]), str(config["device"]["name"])
+    lacking = does_not_fit(models * len(workers), budget, rows, device)
     return reasons + ([lacking] if lacking else [])

@@ -27,7 +27,7 @@ _SCALARS = (
     *("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens", "accepted_tokens"),
     *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_shared_tokens"),
     *("kv_allocation_unit", "num_logits_rows", "gathered_bytes"),
-    *("swap_s", "swapped_out_bytes", "swapped_in_bytes"),
+    *("swap_s", "swapped_out_bytes", "swapped_in_bytes", "worker", "prefill_only"),
 )
 _scalars_of = attrgetter(*_SCALARS)
 _emission_of = attrgetter("request_id", "token_ids", "time_s", "finish_reason")
@@ -45,6 +45,7 @@ class _Row:
     first_step: int = -1
     preemptions: int = 0
     cached_prompt_tokens: int | None = None
+    transfer: tuple[int, float] | tuple[None, None] = (None, None)
     finished_s: float | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -124,6 +125,8 @@ class Recorder:
             self._unscheduled.difference_update(stats.scheduled)
         for request_id, cached in stats.cached_prompt_tokens.items():
             self._row(request_id).cached_prompt_tokens = cached
+        for request_id, transfer in stats.transfers.items():
+            self._row(request_id).transfer = transfer
         for request_id in stats.preempted_ids:
             self._row(request_id).preemptions += 1
         self._scalars.append(_scalars_of(stats))
@@ -200,6 +203,8 @@ class Recorder:
             "output_token_ids": [r.token_ids for r in rows],
             "emission_times_s": [r.times for r in rows],
             "emission_tokens": [r.counts for r in rows],
+            "kv_transfer_bytes": [r.transfer[0] for r in rows],
+            "kv_transfer_s": [r.transfer[1] for r in rows],
         }
         return frame(columns, REQUEST_SCHEMA)
 
@@ -276,6 +281,9 @@ class Recorder:
         n = len(self._scalars)
         step = np.repeat(np.arange(n), np.array(self._num_holds, np.int64))
         final = np.array([self._row(request_id).written_tokens for request_id in self._hold_ids], np.int64)
+        if any(columns["prefill_only"]):  # there nothing but the prompt is ever written
+            prompts = [len(self._row(request_id).request.prompt_token_ids) for request_id in self._hold_ids]
+            final = np.where(np.array(columns["prefill_only"], bool)[step], np.array(prompts, np.int64), final)
         reserved, written = np.array(self._hold_reserved, np.int64), np.array(self._hold_used, np.int64)
         live = 1 - np.array(self._hold_finished, np.int64)
         used = live * written

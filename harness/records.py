@@ -30,8 +30,9 @@ RUN_FIELDS = (
     *("metrics", "limits", "validity", "clock", "emulated"),
 )
 # Beyond the contract: missing or null where it was not measured. decode_costs: of `warm_up.WarmUp`. linear_stages: what
-# `linear_stages.linear_stage_times` gave. profile: of `telemetry.profiler.Profile`.
-RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list, "profile": dict}
+# `linear_stages.linear_stage_times` gave. profile: of `telemetry.profiler.Profile`. quality: of
+# `quality.measure_quality`.
+RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list, "profile": dict, "quality": dict}
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 REQUEST_COLUMNS: dict[str, pa.DataType] = {
@@ -71,7 +72,8 @@ STEP_COLUMNS: dict[str, pa.DataType] = {
 # forward_s in which the layers store and read K/V; null where it cannot be told apart (CUDA). kept_rows: sequences that
 # gained a kept token in this step. drafting_sequences: those whose drafts it verified. query_rows: rows that the model
 # computed, padding and dead rows included. gathered_bytes: copied to make the cache readable. swap_s, swapped_*_bytes:
-# copying the blocks of preempted sequences to host memory and back, between schedule and prepare.
+# copying the blocks of preempted sequences to host memory and back, between schedule and prepare. worker: whose step it
+# was, where a topology has several; steps of different workers overlap, and each has its own K/V and rows.
 STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "propose_s": _FLOAT,
     "attention_s": _FLOAT,
@@ -82,7 +84,10 @@ STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "swap_s": _FLOAT,
     "swapped_out_bytes": _INT,
     "swapped_in_bytes": _INT,
+    "worker": _TEXT,
 }
+# Of a request whose keys and values another worker copied (all of its blocks), and how long the copying took.
+REQUEST_EXTRA_COLUMNS: dict[str, pa.DataType] = {"kv_transfer_bytes": _INT, "kv_transfer_s": _FLOAT}
 TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
     "t_s": _FLOAT,
     "source": _TEXT,
@@ -90,7 +95,7 @@ TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
     "value": _FLOAT,
     "unit": _TEXT,
 }
-REQUEST_SCHEMA = pa.schema(REQUEST_COLUMNS)
+REQUEST_SCHEMA = pa.schema({**REQUEST_COLUMNS, **REQUEST_EXTRA_COLUMNS})
 STEP_SCHEMA = pa.schema({**STEP_COLUMNS, **STEP_EXTRA_COLUMNS})
 TELEMETRY_SCHEMA = pa.schema(TELEMETRY_COLUMNS)
 _FRAMES = {"requests": REQUEST_SCHEMA, "steps": STEP_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
@@ -331,7 +336,7 @@ def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = N
     with _parquet(path) as file:
         there = set(file.schema_arrow.names)
         missing = [name for name in wanted.names if name not in there]
-        required = [name for name in missing if name not in STEP_EXTRA_COLUMNS]
+        required = [name for name in missing if name not in {**STEP_EXTRA_COLUMNS, **REQUEST_EXTRA_COLUMNS}]
         if required:
             raise RecordError(f"{path}: missing columns {', '.join(required)}")
         table = file.read([name for name in wanted.names if name in there], use_threads=False)

@@ -87,11 +87,12 @@ def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
     """p99 of how long after its intended arrival, and after the step then running, a request was submitted.
 
     A client that shares the engine's thread can submit only between steps; that wait is the engine's and is in TTFT.
+    One beside worker processes need not wait.
     """
     intended = requests["intended_s"].to_numpy(float)
     starts, ends = steps["start_s"].to_numpy(float), steps["end_s"].to_numpy(float)
     possible = intended
-    if len(starts):
+    if len(starts) and steps["worker"].isna().all():
         running = np.searchsorted(starts, intended, side="right") - 1
         possible = np.maximum(intended, np.where(running >= 0, ends[running], -math.inf))
     lags = np.sort(requests["submitted_s"].to_numpy(float) - possible)

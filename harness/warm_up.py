@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 
 from harness.decode_costs import Record, decode_costs
-from harness.steps import Tick, run_steps
+from harness.steps import Tick, run_steps, run_to_end
 from impls.engine import Engine
+from impls.request import Request
+from impls.seams import ForeignTarget, Topology
 from workloads.stream import RequestStream
 
 PROMPT_TOKENS = 12
@@ -34,15 +36,8 @@ class WarmUp:
 
 def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
     """RuntimeError if not even one warm-up request fits. ``tick``: called after each step."""
-    output = max(1, min(OUTPUT_TOKENS, engine.max_model_len // 4))
-    prompt = max(1, min(PROMPT_TOKENS, engine.max_model_len - output))
     drafts = engine.proposer is not None and engine.decoder.uses_proposer
-    requests = [
-        replace(request, sampling=replace(request.sampling, ignore_eos=True))
-        for request in stream.warmup_requests(
-            engine.scheduler.max_num_seqs, prompt_tokens=prompt, max_tokens=output
-        )
-    ]
+    requests = _requests(stream, engine.scheduler.max_num_seqs, engine.max_model_len)
     steps = run_steps(engine, requests[:1], tick)
     if next(steps, None) is None:
         raise RuntimeError("the warm-up ran no step: its requests were all rejected")
@@ -53,6 +48,55 @@ def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) ->
     costs = decode_costs(engine, requests, tick) if drafts else None
     engine.kv.reset_prefixes()  # a trial starts cold
     return WarmUp(startup_s, costs)
+
+
+def warm_up_foreign(
+    target: ForeignTarget, stream: RequestStream, max_num_seqs: int, tick: Tick = lambda: None
+) -> WarmUp:
+    """As `warm_up`: one request, then ``max_num_seqs`` at once. ``startup_s`` ends with the first token."""
+    requests = _requests(stream, max_num_seqs, target.max_model_len)
+    results = run_to_end(target, requests[:1], tick)
+    if not any(emission.token_ids for result in results for emission in result.emissions):
+        raise RuntimeError("the warm-up gave no token: its requests were all rejected")
+    startup_s = process_age_s()
+    collections.deque(results, maxlen=0)
+    collections.deque(run_to_end(target, requests, tick), maxlen=0)
+    return WarmUp(startup_s, None)
+
+
+def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
+    """As `warm_up`, of all workers at once: as many requests as may run in all of them, past every hand-over."""
+    limits = target.call(_limits, tick=tick)
+    requests = _requests(stream, sum(most for most, _ in limits), min(length for _, length in limits))
+    results = run_to_end(target, requests[:1], tick)
+    if not any(emission.token_ids for result in results for emission in result.emissions):
+        target.call(_limits)  # a worker that has died says why
+        raise RuntimeError("the warm-up gave no token: its requests were all rejected")
+    startup_s = process_age_s()
+    collections.deque(results, maxlen=0)
+    target.call(_warm_up_shapes, tick=tick)
+    collections.deque(run_to_end(target, requests, tick), maxlen=0)
+    target.call(_forget_prefixes, tick=tick)
+    return WarmUp(startup_s, None)
+
+
+def _limits(engine: Engine) -> tuple[int, int]:
+    return engine.scheduler.max_num_seqs, engine.max_model_len
+
+
+def _warm_up_shapes(engine: Engine) -> None:
+    engine.executor.warm_up(engine.scheduler.max_num_seqs)
+
+
+def _forget_prefixes(engine: Engine) -> None:
+    engine.kv.reset_prefixes()
+
+
+def _requests(stream: RequestStream, count: int, max_model_len: int) -> list[Request]:
+    output = max(1, min(OUTPUT_TOKENS, max_model_len // 4))
+    prompt = max(1, min(PROMPT_TOKENS, max_model_len - output))
+    found = stream.warmup_requests(count, prompt_tokens=prompt, max_tokens=output)
+    return [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in found]
 
 
 def process_age_s() -> float:

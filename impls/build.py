@@ -7,13 +7,16 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from impls.engine import Engine
 from impls.kv_cache.host_swap import HostSwap
 from impls.kv_cache.storage import KVStorage
+from impls.models.calibration import calibration_texts
 from impls.models.llama import LlamaModel
 from impls.models.source import ModelSource, open_model
-from impls.seams import Arm, Clock, LinearMethod
+from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, LinearMethod, Topology
+from impls.topology.held_blocks import holding
 
 AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,14 +35,17 @@ def locate(config: Mapping[str, Any]) -> Any:
 
 def construct(config: Mapping[str, Any], **runtime: Any) -> Any:
     """Instantiate an option: its own keys and what only the running engine knows become keyword arguments."""
-    options = {key: value for key, value in config.items() if key not in ("name", "_target_")}
-    return locate(config)(**options, **runtime)
+    return locate(config)(**options_of(config), **runtime)
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("name", "_target_")}
 
 
 def describe_arm(config: Mapping[str, Any], source: ModelSource) -> Arm:
     """What every option's `validate` looks at. ``config`` is one arm's resolved configuration."""
     return Arm(
-        axes={group: config[group] for group in AXES} | {"model": config["model"]},
+        axes={group: config[group] for group in (*AXES, "topology", "target", "model") if group in config},
         model=source.shape,
         max_model_len=max_model_len(config, source),
         device=str(config["device"]["name"]),
@@ -51,11 +57,19 @@ def describe_arm(config: Mapping[str, Any], source: ModelSource) -> Arm:
 def validate_axes(arm: Arm) -> list[str]:
     """Every option's reasons why this arm cannot run; empty if it can."""
     reasons: list[str] = []
-    for group in AXES:
+    groups: tuple[str, ...] = AXES
+    if is_foreign(arm.axes):  # it decides the other axes itself, and says which of their options it stands for
+        groups = ("target", "batching", "kv_cache")
+    for group in groups:
         if "_target_" not in arm.axes[group] or (group == "proposer" and not uses_proposer(arm.axes)):
             continue
         reasons += [f"{group}={arm.axes[group]['name']}: {why}" for why in locate(arm.axes[group]).validate(arm)]
     return reasons
+
+
+def is_foreign(axes: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Is the target something else than an engine composed of the axes?"""
+    return "_target_" in axes.get("target", {})
 
 
 def uses_proposer(axes: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -74,10 +88,94 @@ def kv_dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
-def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -> Engine:
+def has_workers(config: Mapping[str, Any]) -> bool:
+    """Does the arm run its engines in processes of their own?"""
+    return "_target_" in config.get("topology", {})
+
+
+def worker_configs(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The config of every engine that the arm will have, by its worker's name; of a single one, under no name."""
+    if not has_workers(config):
+        return {"": config}
+    return dict(locate(config["topology"]).worker_configs(config))
+
+
+def build_target(config: Mapping[str, Any], source: ModelSource, clock: Clock) -> Engine | Topology | ForeignTarget:
+    """What one arm drives, ready for its first request; arguments as those of `build_engine`."""
+    if has_workers(config) and not is_foreign(config):
+        workers: Topology = construct(
+            config["topology"],
+            arm=config,
+            builder=WorkerBuilder(),
+            clock=clock,
+            max_model_len=max_model_len(config, source),
+        )
+        return workers
+    if not is_foreign(config):
+        return build_engine(config, source, clock)
+    length, device = max_model_len(config, source), torch.device(str(config["device"]["name"]))
+    dtype = construct(config["precision"], device=device).activation_dtype  # what our own layers compute in here
+    cache = {key: value for key, value in config["kv_cache"].items() if key != "budget"}
+    kv_bytes = source.shape.kv_bytes_per_token(dtype.itemsize)
+    kv = construct(cache, bytes_per_token=kv_bytes, max_model_len=length)
+    target: ForeignTarget = locate(config["target"]).build(
+        source=source,
+        axes=config,
+        scheduler=construct(config["batching"], kv=kv, max_model_len=length),
+        kv=kv,
+        clock=clock,
+        device=device,
+        dtype=dtype,
+        max_model_len=length,
+    )
+    return target
+
+
+class WorkerBuilder:
+    """The `EngineBuilder` that worker processes use: this module's functions, each opening the model itself."""
+
+    def cache(self, config: Mapping[str, Any]) -> KVCacheManager:
+        return build_cache(config, open_model(config["model"]))
+
+    def storage_bytes(self, config: Mapping[str, Any]) -> int:
+        return KVStorage.bytes_needed(*self._storage_shape(config))
+
+    def storage(self, config: Mapping[str, Any], memory: Tensor) -> KVStorage:
+        return KVStorage(*self._storage_shape(config), torch.device("cpu"), memory)
+
+    def engine(self, config: Mapping[str, Any], clock: Clock, memory: Tensor | None) -> Engine:
+        return build_engine(config, open_model(config["model"]), clock, memory)
+
+    def _storage_shape(self, config: Mapping[str, Any]) -> tuple[int, int, int, int, int, torch.dtype]:
+        s, kv = open_model(config["model"]).shape, self.cache(config)
+        dtype = KV_DTYPES[kv_dtype_name(config)]
+        return s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype
+
+
+def build_cache(config: Mapping[str, Any], source: ModelSource, *, holds: bool = False) -> KVCacheManager:
+    """What the KV budget buys. ``holds``: with `HeldBlocks`."""
+    size = KV_DTYPES[kv_dtype_name(config)].itemsize
+    shapes = [source.shape]
+    if uses_proposer(config) and locate(config["proposer"]).needs_draft_model:
+        shapes.append(open_model(config["draft"]["model"]).shape)
+    manager: Any = locate(config["kv_cache"])
+    kv: KVCacheManager = (holding(manager) if holds else manager)(
+        **{key: value for key, value in options_of(config["kv_cache"]).items() if key != "budget"},
+        bytes_per_token=sum(shape.kv_bytes_per_token(size) for shape in shapes),
+        max_model_len=max_model_len(config, source),
+    )
+    if "_target_" in config["prefix"]:
+        kv.share_prefixes(construct(config["prefix"], block_size=kv.block_size))
+    return kv
+
+
+def build_engine(
+    config: Mapping[str, Any], source: ModelSource, clock: Clock, memory: Tensor | None = None
+) -> Engine:
     """Weights, cache, scheduler and decoder of one arm, ready for its first request.
 
     ``config["draft"]`` holds the draft model's `model` and `precision` options, where the proposer needs one.
+    ``memory``: where the keys and values are to lie, for others to read; its cache then can hold blocks (`HeldBlocks`).
     """
     device = torch.device(str(config["device"]["name"]))
     shape, length = source.shape, max_model_len(config, source)
@@ -87,20 +185,16 @@ def build_engine(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
         proposer = construct(config["proposer"], vocab_size=shape.vocab_size, shape=shape)
         if proposer.needs_draft_model:
             draft_source = open_model(config["draft"]["model"])
-    kv_bytes = shape.kv_bytes_per_token(dtype.itemsize)
-    if draft_source is not None:
-        kv_bytes += draft_source.shape.kv_bytes_per_token(dtype.itemsize)
-    cache = {key: value for key, value in config["kv_cache"].items() if key != "budget"}
-    kv = construct(cache, bytes_per_token=kv_bytes, max_model_len=length)
-    if "_target_" in config["prefix"]:
-        kv.share_prefixes(construct(config["prefix"], block_size=kv.block_size))
-
+    kv = build_cache(config, source, holds=memory is not None)
     storages: list[KVStorage] = []
 
     def executor_for(model_source: ModelSource, method: LinearMethod, execution: Mapping[str, Any]) -> tuple[Any, int]:
         s = model_source.shape
-        model = LlamaModel(s, model_source.weights(), method, device)
-        storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device)
+        tokens = method.calibration_tokens
+        texts = calibration_texts(model_source.tokenizer, s.vocab_size, tokens) if tokens else ()
+        model = LlamaModel(s, model_source.weights(), method, device, texts)
+        own = None if storages else memory  # the target's, which comes first
+        storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device, own)
         storage.make_resident()
         storages.append(storage)
         attention = construct(config["attention"], shape=s, device=device)

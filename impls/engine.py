@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from impls.kv_cache.host_swap import HostSwap
+from impls.kv_cache.host_swap import Fetch, HostSwap
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
@@ -61,6 +61,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.weights_bytes = weights_bytes
         self.swap = swap
+        self.before_finish: Callable[[Sequence], None] = lambda sequence: None  # it has ended and holds its blocks yet
         self._sequences: dict[str, Sequence] = {}
         self._drafts: dict[str, DraftTokens] = {}
         self._draft_forwards: list[DraftForward] = []
@@ -71,8 +72,18 @@ class Engine:
     def add_request(self, request: Request) -> None:
         if request.request_id in self._sequences:
             raise ValueError(f"request {request.request_id!r} is already in the engine")
-        sequence = Sequence(request)
-        self._sequences[request.request_id] = sequence
+        self._add(Sequence(request))
+
+    def resume(self, sequence: Sequence, fetch: Fetch) -> None:
+        """Go on with a sequence that another engine has begun: ``fetch`` brings the K/V of its computed positions, once
+        it has blocks for them. For schedulers that take up what waits in host memory."""
+        if sequence.seq_id in self._sequences:
+            raise ValueError(f"request {sequence.seq_id!r} is already in the engine")
+        self.swap.expect(sequence.seq_id, fetch)
+        self._add(sequence)
+
+    def _add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.seq_id] = sequence
         self.scheduler.add(sequence, self.clock.now())
 
     @property
@@ -258,6 +269,7 @@ class Engine:
             if sequence.finished:
                 self._forget(sequence.seq_id)
                 del self._sequences[sequence.seq_id]
+                self.before_finish(sequence)
                 self.scheduler.finish(sequence)
         return self._release(emissions)
 

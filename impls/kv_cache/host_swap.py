@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -9,9 +10,15 @@ from torch import Tensor
 
 from impls.kv_cache.storage import KVStorage
 
+# Writes a sequence's keys and values to these blocks of the storage; bytes copied.
+Fetch = Callable[[KVStorage, Seq[int]], int]
+
 
 class HostSwap:
     """Copies whole blocks of every storage (a draft model's layers lie in the same blocks) out and back.
+
+    A sequence that another engine has begun waits alike: what it `expect`s is fetched when it is swapped in, of the
+    first storage only (a draft model computes its own anew).
 
     ``route`` says what a copy crosses. On a CPU it stays in host memory, so its time says nothing about a GPU's bus.
     """
@@ -20,6 +27,11 @@ class HostSwap:
         self.route = "host to host" if device.type == "cpu" else f"{device.type} to host"
         self._storages = tuple(storages)
         self._kept: dict[str, list[Tensor]] = {}
+        self._expected: dict[str, Fetch] = {}
+
+    def expect(self, seq_id: str, fetch: Fetch) -> None:
+        """Its keys and values lie elsewhere until `swap_in`."""
+        self._expected[seq_id] = fetch
 
     def swap_out(self, seq_id: str, blocks: Seq[int]) -> int:
         """Keep a copy of these blocks; bytes copied."""
@@ -31,6 +43,8 @@ class HostSwap:
 
         KeyError for a sequence of which nothing is kept.
         """
+        if (fetch := self._expected.pop(seq_id, None)) is not None:
+            return fetch(self._storages[0], blocks)
         kept = self._kept.pop(seq_id)
         for storage, data in zip(self._storages, kept, strict=True):
             storage.import_(blocks, data)
@@ -39,6 +53,7 @@ class HostSwap:
     def drop(self, seq_id: str) -> None:
         """It will not run again."""
         self._kept.pop(seq_id, None)
+        self._expected.pop(seq_id, None)
 
     @property
     def kept_bytes(self) -> int:

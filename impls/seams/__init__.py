@@ -7,18 +7,22 @@ from impls.seams.decoding import Decoder, DraftTokens, ModelRunner, NonFiniteLog
 from impls.seams.execution import CausalLM, Executor, LayerAttention
 from impls.seams.kv_cache import KVCacheManager, KVReservation, PrefixIndex
 from impls.seams.precision import LinearMethod, PackedLinear
-from impls.seams.target import DraftForward, Emission, StepResult, StepStats, Target
+from impls.seams.target import DraftForward, Emission, ForeignTarget, StepResult, StepStats, Target
+from impls.seams.topology import BlockStorage, EngineBuilder, Topology
 
 __all__ = [
     "Arm",
     "AttentionBackend",
+    "BlockStorage",
     "CausalLM",
     "Clock",
     "Decoder",
     "DraftForward",
     "DraftTokens",
     "Emission",
+    "EngineBuilder",
     "Executor",
+    "ForeignTarget",
     "KVCacheManager",
     "KVReservation",
     "LayerAttention",
@@ -35,4 +39,5 @@ __all__ = [
     "StepResult",
     "StepStats",
     "Target",
+    "Topology",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +50,9 @@ class StepStats:
     swap_s: float = 0.0  # between schedule and prepare: copying blocks of sequences to host memory and back
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    worker: str | None = None  # whose step it was, where a topology has several
+    prefill_only: bool = False  # of a worker that ends every request with its first token
+    transfers: dict[str, tuple[int, float]] = field(default_factory=dict)  # K/V copied from a worker: bytes, seconds
     attention_s: float | None = None  # the part of forward_s in which layers store K/V and attend; None: not known
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -98,3 +102,14 @@ class Target(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class ForeignTarget(Target, Protocol):
+    """A target in this process that is not our engine, and what a trial's record says of it."""
+
+    max_model_len: int
+    weights_bytes: int
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """What computes: linear, head and attention at least."""
