@@ -20,24 +20,21 @@ class ChunkedPrefill(ContinuousBatching):
     def schedule(self, now_s: float) -> ScheduledStep:
         step = ScheduledStep(rejected=self._take_rejected())
         drafting = self._grow_running(step)
-        budget = self._shorten_prompts(step.num_scheduled_tokens)
+        budget = self._shorten_prompt(step.num_scheduled_tokens)
         if not step.preempted:
             budget = self._admit(step, budget)
         self._grant_drafts(drafting, step, budget)
         return step
 
-    def _shorten_prompts(self, scheduled: dict[str, int]) -> int:
-        """Cut what is over the budget, the last to join first, to not less than one token each: a decode has no more,
-        and there are at most as many rows as tokens in the budget. What is left of it.
+    def _shorten_prompt(self, scheduled: dict[str, int]) -> int:
+        """Cut what is over the budget off the last that joined; what is left of the budget.
+
+        All before it lack one token each, and there are at most as many rows as tokens in the budget: it keeps one too.
         """
         budget = self.max_num_batched_tokens - sum(scheduled.values())
-        for seq_id in reversed(scheduled):
-            if budget >= 0:
-                break
-            cut = min(-budget, scheduled[seq_id] - 1)
-            scheduled[seq_id] -= cut
-            budget += cut
-        return budget
+        if budget < 0:
+            scheduled[next(reversed(scheduled))] += budget
+        return max(0, budget)
 
     def _portion(self, missing: int, budget: int) -> int:
         return min(missing, budget)
