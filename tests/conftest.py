@@ -21,7 +21,7 @@ torch.set_num_threads(2)  # small tensors: more threads only slow a large machin
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Several workers for the whole suite, none for a file or folder that is named: benchmarks want the machine alone."""
+    """Several workers for the whole suite; none for a file or folder that is named, be it a benchmark."""
     return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else min(4, os.cpu_count() or 1)
 
 
