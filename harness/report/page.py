@@ -20,6 +20,7 @@ from harness.report.charts import (
     load,
     operators,
     precision,
+    prefix_reuse,
     provenance,
     roofline,
     slots,
@@ -73,11 +74,15 @@ def render(report: Report) -> str:
 
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
-    """After the first screen. Load is there only where rates were swept, operators only where a trial was profiled."""
+    """After the first screen. Load is there only where rates were swept, reuse where an arm shares prefixes, operators
+    where a trial was profiled.
+    """
     profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
+    reused = [("Prefix reuse", [prefix_reuse.chart(report)])] if prefix_reuse.has_sharing(report) else []
     return [
         *swept,
+        *reused,
         ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
         ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report), *profiled]),
         ("Against the machine", [roofline.chart(report), precision.chart(report)]),

@@ -1,6 +1,6 @@
 """What a prefix cache costs where nothing is shared, in CPU time of the thread; its target is 1 % of a fast prefill.
 
-Whoever prefills 25,000 tokens a second takes 40 us for one: looking up, publishing and evicting may take 400 ns of that.
+Whoever prefills 25,000 tokens a second takes 40 us for one: looking up, publishing, evicting may take 400 ns of that.
 """
 
 from __future__ import annotations
