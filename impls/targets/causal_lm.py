@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
@@ -15,10 +16,16 @@ from impls.models.tensors import EMBEDDING, HEAD
 from impls.seams import ModelShape
 
 
-def causal_lm(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
+def causal_lm(
+    shape: ModelShape,
+    weights: Mapping[str, Tensor],
+    rounding: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
     """`LlamaForCausalLM`, or `Qwen3ForCausalLM` where queries and keys are normed, every parameter in ``dtype``.
 
-    weights: FP32, by Hugging Face name, each asked for once and rounded once, as our own precisions do. The rotary
+    weights: FP32, by Hugging Face name, each asked for once and rounded once, to ``rounding``. The rotary
     frequencies are ours, in FP32: whatever scaling a checkpoint declares, both models turn by the same angles. A
     projection that transformers gives a bias and the checkpoint does not (Qwen2's output) gets one of zeros.
     """
@@ -49,7 +56,7 @@ def causal_lm(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dty
         if name == HEAD and shape.tie_embeddings:
             continue
         source = weights[name] if name in weights or not name.endswith(".bias") else torch.zeros(parameter.shape)
-        state[name] = source.to(device, dtype)
+        state[name] = source.to(device, rounding).to(dtype)
     if shape.tie_embeddings:
         state[HEAD] = state[EMBEDDING]
     model.load_state_dict(state, assign=True)
@@ -59,6 +66,14 @@ def causal_lm(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dty
     if empty:
         raise RuntimeError(f"transformers has tensors that these weights do not fill: {', '.join(empty)}")
     return model.eval().requires_grad_(False)
+
+
+def kernels_of(model: Any) -> dict[str, str]:
+    """As `ForeignTarget.kernels`, with what keys and values are kept in and the library's version."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    linear, attention = f"torch_{dtype}", str(model.config._attn_implementation)
+    library = f"transformers {version('transformers')}"
+    return {"linear": linear, "head": linear, "attention": attention, "kv_cache": dtype, "library": library}
 
 
 def resident_bytes(model: Any) -> int:

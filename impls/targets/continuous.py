@@ -12,7 +12,7 @@ import torch
 
 from impls.request import Request, SamplingParams
 from impls.seams import Clock, Emission, KVCacheManager, StepResult
-from impls.targets.causal_lm import resident_bytes
+from impls.targets.causal_lm import kernels_of, resident_bytes
 
 LOOK_S = 0.5  # how often a wait looks whether the library's thread still lives
 CLOSE_S = 30.0
@@ -72,7 +72,7 @@ class ContinuousBatchingTarget:
 
     @property
     def kernels(self) -> Mapping[str, str]:
-        return {"linear": "torch", "head": "torch", "attention": str(self._model.config._attn_implementation)}
+        return kernels_of(self._model)
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 
 from impls.request import Request, Sequence
 from impls.seams import Clock, Emission, KVCacheManager, KVReservation, ScheduledStep, Scheduler, StepResult, StepStats
-from impls.targets.causal_lm import resident_bytes
+from impls.targets.causal_lm import kernels_of, resident_bytes
 from impls.targets.halting import Halt, HaltingGeneration
 from impls.targets.row_sampling import RowSampling
 
@@ -53,7 +53,7 @@ class GenerateTarget:
 
     @property
     def kernels(self) -> Mapping[str, str]:
-        return {"linear": "torch", "head": "torch", "attention": str(self._model.config._attn_implementation)}
+        return kernels_of(self._model)
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
 

@@ -40,6 +40,10 @@ class Transformers:
     """`batching=static` is `generate`; `continuous` and `chunked_prefill` are its continuous batching, which splits a
     prompt where a step has no room for all of it. Every other axis must say what the library really does, or the arm
     does not run: nothing that was asked for is ignored.
+
+    `precision=bf16` rounds the weights to BF16. On a device that multiplies BF16 everything is computed and kept in it;
+    elsewhere, where BF16 makes the library's prefill four times as long, weights, activations, keys and values are in
+    FP32, as our own activations are. The KV budget is in bytes: it holds half as many positions in FP32.
     """
 
     @classmethod
@@ -78,16 +82,17 @@ class Transformers:
         kv: KVCacheManager,
         clock: Clock,
         device: torch.device,
+        dtype: torch.dtype,
         max_model_len: int,
     ) -> ForeignTarget:
         """The target of a valid arm. ``scheduler`` and ``kv`` are built from its options: `generate` is scheduled by
-        the one, continuous batching is given the limits of both."""
+        the one, continuous batching is given the limits of both. ``dtype``: what it computes in."""
         from impls.targets.causal_lm import causal_lm  # the library takes seconds to import
         from impls.targets.continuous import ContinuousBatchingTarget
         from impls.targets.generate import GenerateTarget
 
         weights: Mapping[str, Tensor] = source.weights()
-        model = causal_lm(source.shape, weights, DTYPES[axes["precision"]["name"]], device)
+        model = causal_lm(source.shape, weights, DTYPES[axes["precision"]["name"]], device, dtype)
         if axes["batching"]["name"] == "static":
             return GenerateTarget(
                 model=model,

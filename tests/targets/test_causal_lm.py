@@ -59,7 +59,7 @@ def our_logits(shape: ModelShape, weights: Any, ids: list[int]) -> torch.Tensor:
 def test_every_shape_gives_our_logits(name: str) -> None:
     shape = SHAPES[name]
     weights, ids = SyntheticWeights(shape, 3), [7 * n % 199 for n in range(1, 90)]
-    model = causal_lm(shape, weights, torch.float32, CPU)
+    model = causal_lm(shape, weights, torch.float32, CPU, torch.float32)
     with torch.inference_mode():
         theirs = model(torch.tensor([ids])).logits[0]
     ours = our_logits(shape, weights, ids)
@@ -69,7 +69,7 @@ def test_every_shape_gives_our_logits(name: str) -> None:
 def test_bf16_parameters_are_ours_rounded_once_and_angles_stay_fp32() -> None:
     source = source_of()
     weights = dict(source.weights())
-    model = causal_lm(source.shape, weights, torch.bfloat16, CPU)
+    model = causal_lm(source.shape, weights, torch.bfloat16, CPU, torch.bfloat16)
     parameters = model.state_dict()
     assert {name for name, _ in model.named_parameters()} == set(weights)
     for name, weight in weights.items():
@@ -77,11 +77,14 @@ def test_bf16_parameters_are_ours_rounded_once_and_angles_stay_fp32() -> None:
     frequencies = model.model.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float32 and torch.equal(frequencies, inverse_frequencies(source.shape))
     assert model.dtype == torch.bfloat16 and not any(p.requires_grad for p in model.parameters())
+    wider = causal_lm(source.shape, weights, torch.bfloat16, CPU, torch.float32)
+    assert wider.dtype == torch.float32
+    assert all(torch.equal(p, weights[name].to(torch.bfloat16).float()) for name, p in wider.named_parameters())
 
 
 def test_a_tied_head_is_in_memory_once() -> None:
-    tied = causal_lm(SHAPES["tied"], SyntheticWeights(SHAPES["tied"], 0), torch.float32, CPU)
-    untied = causal_lm(BASE, SyntheticWeights(BASE, 0), torch.float32, CPU)
+    tied = causal_lm(SHAPES["tied"], SyntheticWeights(SHAPES["tied"], 0), torch.float32, CPU, torch.float32)
+    untied = causal_lm(BASE, SyntheticWeights(BASE, 0), torch.float32, CPU, torch.float32)
     assert tied.lm_head.weight.data_ptr() == tied.model.embed_tokens.weight.data_ptr()
     assert resident_bytes(untied) - resident_bytes(tied) == 199 * 48 * 4
 
@@ -90,4 +93,4 @@ def test_weights_that_leave_a_tensor_empty_are_refused() -> None:
     weights = dict(SyntheticWeights(BASE, 0))
     del weights["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(KeyError, match="up_proj"):
-        causal_lm(BASE, weights, torch.float32, CPU)
+        causal_lm(BASE, weights, torch.float32, CPU, torch.float32)
