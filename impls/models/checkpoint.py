@@ -54,8 +54,6 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> ModelShape:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ModelError(f"{where}: model_type {family!r} is not supported ({', '.join(FAMILIES)} are)")
-    if config.get("quantization_config"):
-        raise ModelError(f"{where}: quantised checkpoints are not read; give the original and choose a precision")
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported (silu is)")
 

@@ -17,6 +17,7 @@ from impls.models.errors import ModelError
 from impls.models.gguf_header import read_header
 from impls.models.gguf_model import gguf_shape, gguf_weights
 from impls.models.gguf_tokenizer import tokenizer_from_gguf
+from impls.models.quantized import QuantizedWeights, check_quantization
 from impls.models.synthetic import SyntheticWeights, synthetic_fingerprint
 from impls.models.tokenizer import Tokenizer, tokenizer_from_directory
 from impls.seams import ModelShape
@@ -87,8 +88,14 @@ def _open_directory(name: str, folder: Path, limit: Any) -> ModelSource:
     config = read_json(folder / "config.json")
     if not config:
         raise ModelError(f"model.path={folder} has no config.json: give a Hugging Face directory or a GGUF file")
-    shape = shape_from_config(config, str(folder / "config.json"))
+    where = str(folder / "config.json")
+    shape, quantization = shape_from_config(config, where), config.get("quantization_config")
+    if quantization:
+        check_quantization(quantization, where)
     files = find_tensors(folder)
+    load: Callable[[], Mapping[str, Tensor]] = partial(SafetensorsWeights, files, shape)
+    if quantization:
+        load = partial(QuantizedWeights, files, shape, quantization, where)
     ends = (read_json(folder / "generation_config.json").get("eos_token_id"), config.get("eos_token_id"))
     tokenizer = tokenizer_from_directory(folder)
     return ModelSource(
@@ -99,7 +106,7 @@ def _open_directory(name: str, folder: Path, limit: Any) -> ModelSource:
         tokenizer_reason="" if tokenizer else f"{folder} has no tokenizer.json",
         eos_token_ids=_ids(*ends, tokenizer.eos_token_id if tokenizer else None, vocab_size=shape.vocab_size),
         fingerprint=sampled_fingerprint([folder / "config.json", *sorted(set(files.values()))]),
-        load=partial(SafetensorsWeights, files, shape),
+        load=load,
     )
 
 

@@ -13,7 +13,7 @@ from impls.seams import PackedLinear
 
 BLOCK = 128  # inputs whose errors are gathered before they reach the rest of the matrix
 DAMPING = 0.01  # of the mean of the Hessian's diagonal
-CALIBRATION_TOKENS = 4096
+CALIBRATION_TOKENS = 2048
 
 
 class Gptq(WeightOnly):
