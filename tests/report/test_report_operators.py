@@ -45,6 +45,10 @@ ON_GPU = profile(
 )
 
 
+def percent(shares: list[float | None]) -> list[float | None]:
+    return [None if share is None else pytest.approx(100 * share, abs=1e-3) for share in shares]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     write_plan(tmp_path, (ONE, TWO, THREE), 3, 1)
@@ -56,14 +60,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_bars_are_a_step_by_group_and_the_table_says_how_many(run: Path) -> None:
+def test_bars_are_shares_by_group_and_the_table_says_how_many(run: Path) -> None:
     chart = operators.chart(load(run))
     assert chart.layout["yaxis"]["ticktext"] == ["cpu \u00b7 prefill", "cpu \u00b7 decode", "gpu \u00b7 decode"]
     assert {trace["name"]: trace["x"] for trace in chart.traces} == {
-        "linear layers": [50, 8, 3],
-        "LM head": [None, None, 1],
-        "attention": [None, 1, None],
-        "host": [10, 0.5, 6 - 4],  # on a GPU what is left of the 6 ms of a step when no kernel ran
+        "linear layers": percent([50 / 60, 8 / 9.5, 3 / 6]),
+        "LM head": percent([None, None, 1 / 6]),
+        "attention": percent([None, 1 / 9.5, None]),
+        "host": percent([10 / 60, 0.5 / 9.5, 2 / 6]),  # on a GPU what is left of a step's 6 ms when no kernel ran
     }
     columns = ("arm", "steps", "profiled (n)", "in the window (ms)", "in the profile (ms)")
     groups = ("linear layers (ms)", "LM head (ms)", "attention (ms)", "host (ms)")

@@ -61,17 +61,19 @@ def chart(report: Report) -> Chart:
             medians = {group: middle(seconds.get(group, 0.0) for seconds in by_trial) or 0.0 for group in groups}
             if medians:
                 found.append((arm, kind, medians))
-    rows = [
-        (f"{label(arm.name, 24)} \u00b7 {kind}", {GROUPS[group][0]: 1e3 * value for group, value in seconds.items()})
-        for arm, kind, seconds in found
-    ]
-    traces, layout, height = stacked_bars(dict(GROUPS.values()), rows, "mean step of the profile", "ms")
+    rows = []
+    for arm, kind, seconds in found:
+        length = sum(seconds.values())
+        shares = {GROUPS[group][0]: 100 * value / length for group, value in seconds.items()}
+        rows.append((f"{label(arm.name, 24)} \u00b7 {kind}", shares))
+    traces, layout, height = stacked_bars(dict(GROUPS.values()), rows, "share of the steps' time in the profile", "%")
+    layout["xaxis"]["range"] = [0, 100]
     note = (
         "After each trial's window some of its steps were run again under torch.profiler, those with prompt positions "
-        "(prefill) apart from the others (decode). Profiling costs time, most of it where operators are small: read "
-        "shares, and compare lengths with those in the window. On a CPU: time in the operators of a group, host being "
-        "all else. On a GPU: the time of its kernels, host being the time without one. Means over a profile's steps, "
-        "medians over the ok trials. trace.json.gz of a trial opens in Perfetto or chrome://tracing."
+        "(prefill) apart from the others (decode). Profiling costs time, most of it where operators are small: the "
+        "table has the steps' lengths in the window beside those in the profile. On a CPU: time in the operators of a "
+        "group, host being all else. On a GPU: the time of its kernels, host being the time without one. Means over a "
+        "profile's steps, medians over the ok trials. trace.json.gz of a trial opens in Perfetto or chrome://tracing."
     )
     return Chart("operators", "Time by operator group", note, _table(found), traces, layout, height)
 
