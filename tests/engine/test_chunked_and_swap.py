@@ -8,6 +8,7 @@ from engine_testing import arm_config, build, request, run
 
 from harness.arm import option
 from harness.drive import VirtualClock
+from harness.engine_facts import kernels
 from impls.models.source import open_model
 
 
@@ -114,16 +115,17 @@ def test_recomputing_computes_twice_and_copies_nothing(tiny):
     assert sum(s.preempted for s in stats) > 0
     assert sum(s.prefill_tokens for s in stats) > sum(len(r.prompt_token_ids) for r in traffic)
     assert sum(s.swapped_out_bytes + s.swapped_in_bytes for s in stats) == 0
+    assert "swap" not in kernels(engine)
 
 
-def test_host_memory_is_given_back_by_an_abort(tiny):
+def test_host_memory_is_given_back_by_an_abort_and_the_record_names_the_route(tiny):
     batching = ("continuous", {"max_num_seqs": 4, "preemption": "swap"})
     engine = engine_for(tiny, budget_tokens=112, kv_cache=("paged", {"block_size": 4}), batching=batching)
     for each in requests(output=30):
         engine.add_request(each)
     while not engine.swap.kept_bytes:
         engine.step(0.0)
-    assert engine.swap.route == "host to host"
+    assert kernels(engine)["swap"] == "host to host"
     engine.close()
     assert engine.swap.kept_bytes == 0 and engine.kv.num_free_blocks == engine.kv.num_blocks
 
