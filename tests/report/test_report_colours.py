@@ -1,0 +1,54 @@
+"""Both themes can be read: text and marks stand out from the page by the ratios that WCAG 2.1 asks for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import harness.report
+
+CSS = (Path(harness.report.__file__).parent / "assets" / "report.css").read_text("utf-8")
+TEXT = ("ink", "soft", "muted", "better", "worse", "warn")
+MARKS = ("used", "dead", *(f"arm{i}" for i in range(7)), *(f"phase{i}" for i in range(6)))
+
+
+def colours(selector: str) -> dict[str, str]:
+    block = CSS[CSS.index(f"{selector} {{") :]
+    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block[: block.index("}")]))
+
+
+THEMES = {"light": colours(":root"), "dark": colours(':root[data-theme="dark"]')}
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_that_of_the_standard() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21) and contrast("#777777", "#777777") == 1
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)  # the grey that is just dark enough
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_and_marks_stand_out_from_the_page(theme: str) -> None:
+    palette = THEMES[theme]
+    for name in TEXT:
+        assert contrast(palette[name], palette["paper"]) >= 4.5, name
+    for name in MARKS:
+        assert contrast(palette[name], palette["paper"]) >= 3, name
+    for faint, other in (("prefill", "paper"), ("prefill", "used"), ("prefill", "ahead"), ("ahead", "paper")):
+        assert contrast(palette[faint], palette[other]) >= 1.4, (faint, other)
+
+
+def test_a_system_that_prefers_dark_gets_the_same_colours_as_the_button() -> None:
+    assert set(THEMES["dark"]) == set(THEMES["light"])
+    assert colours(':root:not([data-theme="light"])') == THEMES["dark"]
