@@ -1,8 +1,8 @@
 """The record format (schema_version 1): one folder a trial, written whole or not at all, read back with every check.
 
-A trial's folder holds `run.json`, `requests.parquet`, `steps.parquet` and `telemetry.parquet`, and `trace.json.gz` where
-it was profiled; the run's folder holds `study.json`. Missing is null: NaN or NA in a frame, null in a file. Infinity is
-the string "inf" in JSON.
+A trial's folder holds `run.json`, `requests.parquet`, `steps.parquet` and `telemetry.parquet`, and `trace.json.gz`
+where it was profiled; the run's folder holds `study.json`. Missing is null: NaN or NA in a frame, null in a file.
+Infinity is the string "inf" in JSON.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ class TrialRecord:
 
     path: Path
     run: dict[str, Any]
-    num_steps: int
+
+    @cached_property
+    def num_steps(self) -> int:
+        with _parquet(self.path / "steps.parquet") as file:
+            return int(file.metadata.num_rows)
 
     @cached_property
     def requests(self) -> pd.DataFrame:
@@ -311,24 +315,27 @@ def _status(directory: Path) -> str | None:
         return None
 
 
-def read_trial(directory: Path) -> TrialRecord:
-    """RecordError, naming the file, for anything that is missing, corrupt or of a newer schema version."""
+def read_trial(directory: Path, tables: bool = True) -> TrialRecord:
+    """RecordError, naming the file, for anything that is missing, corrupt or of a newer schema version.
+
+    tables: look at the three tables' footers too; who reads them anyway, or needs run.json alone, need not.
+    """
     path = directory / "run.json"
     run = read_json(path)
     validate_record(run, str(path))
     run |= {name: decode_numbers(run[name]) for name in ("metrics", "limits", "window")}
-    rows = {name: _check_table(directory / f"{name}.parquet", schema) for name, schema in _FRAMES.items()}
-    return TrialRecord(directory, run, rows["steps"])
+    if tables:
+        for name, schema in _FRAMES.items():
+            _check_table(directory / f"{name}.parquet", schema)
+    return TrialRecord(directory, run)
 
 
-def _check_table(path: Path, schema: pa.Schema) -> int:
-    """How many rows it has. Its footer says whether it follows the schema; where not quite, the data must convert."""
+def _check_table(path: Path, schema: pa.Schema) -> None:
+    """Its footer says whether it follows the schema; where not quite, the data must convert."""
     with _parquet(path) as file:
         as_written = file.schema_arrow.equals(schema)
-        rows = int(file.metadata.num_rows)
     if not as_written:
         _read_table(path, schema)
-    return rows
 
 
 def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
@@ -339,9 +346,13 @@ def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = N
         required = [name for name in missing if name not in {**STEP_EXTRA_COLUMNS, **REQUEST_EXTRA_COLUMNS}]
         if required:
             raise RecordError(f"{path}: missing columns {', '.join(required)}")
-        table = file.read([name for name in wanted.names if name in there], use_threads=False)
+        names = [name for name in wanted.names if name in there]
+        # Of a small file this takes a third less than `file.read`.
+        table = file.read_row_groups(range(file.num_row_groups), names, use_threads=False)
     for name in missing:
         table = table.append_column(name, pa.nulls(len(table), wanted.field(name).type))
+    if table.schema.equals(wanted):
+        return table
     try:
         return table.select(wanted.names).cast(wanted)
     except (pa.ArrowException, ValueError) as error:
@@ -359,13 +370,15 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
         raise RecordError(f"{path}: not readable as parquet ({_one_line(error)})") from error
 
 
-def read_run(run_dir: Path) -> StudyRecord:
-    """The plan and every trial recorded so far. RecordError if the plan or any record that is there cannot be read."""
+def read_run(run_dir: Path, tables: bool = True) -> StudyRecord:
+    """The plan and every trial recorded so far. RecordError if the plan or any record that is there cannot be read;
+    ``tables`` as in `read_trial`.
+    """
     plan = read_json(run_dir / "study.json")
     if not isinstance(plan.get("arms"), dict):
         raise RecordError(f"{run_dir / 'study.json'}: arms must be an object of arms by name")
     trials = [
-        read_trial(path.parent)
+        read_trial(path.parent, tables)
         for path in sorted(run_dir.glob("*/*/run.json"))
         if not any(part.startswith(".") for part in path.relative_to(run_dir).parts)
     ]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
-from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run, write_json
-from harness.statistics import direction, ratio
+from harness.statistics import ADAPTIVE_CONFIDENCE, CONFIDENCE, direction, ratio
 
 # Metric -> trial number -> value.
 Values = dict[str, dict[int, float | None]]
@@ -37,13 +35,13 @@ def summary_of(study: StudyRecord) -> dict[str, Any]:
     """{baseline, arms: {<arm>: {status, reasons, metrics, ratios, versus, step_ratios}}}, arms in the plan's order."""
     arms: Mapping[str, Any] = study.plan["arms"]
     baseline = study.plan.get("baseline") or next(iter(arms), None)
-    adaptive = bool(study.plan.get("half_width"))
+    adaptive = is_adaptive(study.plan)
     trials = {arm: study.of_arm(arm) for arm in arms}
     values = {arm: _values(found) for arm, found in trials.items()}
 
     def ratios(arm: str, reference: str) -> dict[str, dict[str, Any]]:
-        comparable = _comparable(trials[arm], trials.get(reference, []))
-        return _ratios(values[arm], values.get(reference, {}), comparable, adaptive)
+        pairable = comparable(trials[arm], trials.get(reference, []))
+        return _ratios(values[arm], values.get(reference, {}), pairable, adaptive)
 
     summary: dict[str, Any] = {}
     for arm, plan in arms.items():
@@ -59,13 +57,25 @@ def summary_of(study: StudyRecord) -> dict[str, Any]:
     return {"baseline": baseline, "arms": summary}
 
 
+def is_adaptive(*plans: Mapping[str, Any]) -> bool:
+    """Whether any of these studies stops by its own intervals, so that all intervals have the stricter level."""
+    return any(plan.get("half_width") for plan in plans)
+
+
+def confidence_of(*plans: Mapping[str, Any]) -> float:
+    """The level of the intervals that are reported of these studies."""
+    return ADAPTIVE_CONFIDENCE if is_adaptive(*plans) else CONFIDENCE
+
+
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    """(`ttft_s.p50`, value) for every number and null; what is neither (a text) is left out."""
+    """(`ttft_s.p50`, value) for every number and null of a record; what is neither (a text) is left out."""
     for name, value in metrics.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
-        elif value is None or (isinstance(value, Real) and not isinstance(value, bool)):
-            yield prefix + name, None if value is None else float(value)
+        elif value is None:
+            yield prefix + name, None
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name, float(value)
 
 
 def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -81,6 +91,13 @@ def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
         here["model"], there["model"] = here.pop("fingerprint"), there.pop("fingerprint")
     reasons = [f"{name} differs" for name, value in here.items() if value != there[name]]
     return reasons + [f"emulated: {run['emulated']}" for run in (ours, theirs) if run["emulated"]]
+
+
+def comparable(ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]) -> bool:
+    """Whether two arms have ratios at all: every pair of ok trials of one number ran under the same conditions."""
+    other = {trial.run["trial"]: trial.run for trial in theirs if trial.run["status"] == "ok"}
+    pairs = [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
+    return not any(incomparable(a, b) for a, b in pairs)
 
 
 def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,16 +142,10 @@ def _medians(values: Values) -> dict[str, float | None]:
     return medians
 
 
-def _comparable(ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]) -> bool:
-    other = {trial.run["trial"]: trial.run for trial in theirs if trial.run["status"] == "ok"}
-    pairs = [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
-    return not any(incomparable(a, b) for a, b in pairs)
-
-
-def _ratios(arm: Values, reference: Values, comparable: bool, adaptive: bool) -> dict[str, dict[str, Any]]:
+def _ratios(arm: Values, reference: Values, pairable: bool, adaptive: bool) -> dict[str, dict[str, Any]]:
     """Of every metric that has a good direction and a value in either arm."""
     return {
-        name: asdict(ratio(name, arm[name], reference.get(name, {}), comparable=comparable, adaptive=adaptive))
+        name: dict(vars(ratio(name, arm[name], reference.get(name, {}), comparable=pairable, adaptive=adaptive)))
         for name in sorted(arm)
         if direction(name) != 0
     }

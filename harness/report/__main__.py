@@ -36,7 +36,7 @@ def _rebuild(run_dir: Path) -> int:
     from harness.report import build
     from harness.summary import summarize
 
-    study = read_run(run_dir)
+    study = read_run(run_dir, tables=False)  # they are read below, each once
     summary = summarize(run_dir, study)
     print(run_dir / "summary.json")
     print(build(run_dir, study, summary))

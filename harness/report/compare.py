@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from harness.records import TrialRecord
+from harness.report.charts import decode_step, linear_layers, speedup
 from harness.report.charts.verdict import METRICS, SIGNS
-from harness.report.data import Report
-from harness.statistics import ADAPTIVE_CONFIDENCE, CONFIDENCE, T_QUANTILES, direction
+from harness.report.data import Arm, Report
+from harness.statistics import T_QUANTILES, direction
 from harness.summary import flatten, incomparable
 
 COMPARED = tuple(name for name, *_ in METRICS if direction(name))
@@ -28,15 +30,14 @@ def browser_data(report: Report) -> str:
             "name": arm.name,
             "trials": [trial.run["trial"] for trial in arm.ok],
             "conditions": [conditions.index(trial) for trial in arm.ok],
-            "values": _values(arm.ok),
+            "values": _metrics(arm.ok) | _quantities(arm),
         }
         for arm in report.arms
     ]
-    confidence = ADAPTIVE_CONFIDENCE if report.plan.get("half_width") else CONFIDENCE
     data = {
         "baseline": next((arm.index for arm in report.arms if arm.name == report.baseline), None),
-        "confidence": confidence,
-        "t": T_QUANTILES[confidence],
+        "confidence": report.confidence,
+        "t": T_QUANTILES[report.confidence],
         "signs": SIGNS,
         "directions": {name: direction(name) for name in COMPARED},
         "comparable": conditions.comparable(),
@@ -46,11 +47,21 @@ def browser_data(report: Report) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _values(trials: list[TrialRecord]) -> dict[str, list[float | None]]:
+def _metrics(trials: list[TrialRecord]) -> dict[str, list[float | None]]:
     """Metric -> value by trial, of the metrics that any of them has."""
     found = [dict(flatten(trial.run["metrics"])) for trial in trials]
     columns = {name: [_finite(metrics.get(name)) for metrics in found] for name in COMPARED}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+
+
+def _quantities(arm: Arm) -> dict[str, list[float | None]]:
+    """The same of what charts compare beyond the metrics."""
+    found: dict[str, Mapping[int, float]] = {speedup.DECODE_RATE: speedup.decode_rates(arm)}
+    found |= {decode_step.quantity(part): values for part, values in decode_step.means_by_trial(arm).items()}
+    for rows in linear_layers.row_counts([arm]):
+        found[linear_layers.quantity(rows)] = linear_layers.stage_by_trial(arm, rows, "apply_s")
+    numbers = [int(trial.run["trial"]) for trial in arm.ok]
+    return {name: [_finite(values.get(number)) for number in numbers] for name, values in found.items() if values}
 
 
 def _finite(value: float | None) -> float | None:

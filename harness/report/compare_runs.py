@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run
 from harness.report.charts.verdict import METRICS
-from harness.report.parts import MISSING, number
+from harness.report.parts import MISSING, number, percent, times
 from harness.statistics import Ratio, direction, ratio
-from harness.summary import flatten, incomparable
+from harness.summary import confidence_of, flatten, incomparable, is_adaptive
 
 MOST_CHANGES = 8
 COLUMNS = ("metric", "A", "B", "B / A", "n", "verdict")
@@ -46,13 +46,14 @@ class ArmComparison:
 def compare_runs(first: StudyRecord, second: StudyRecord) -> list[ArmComparison]:
     """Arms of the same name, in A's order; where each run has a single arm, these two whatever their names.
 
-    RecordError never, an empty list if the runs have no arm in common.
+    An empty list if the runs have no arm in common. Intervals have the level of the stricter run.
     """
     ours, theirs = list(first.plan["arms"]), list(second.plan["arms"])
     pairs = [(name, name) for name in ours if name in theirs]
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours[0], theirs[0])]
-    return [_compare(a, first.of_arm(a), b, second.of_arm(b)) for a, b in pairs]
+    adaptive = is_adaptive(first.plan, second.plan)
+    return [_compare(a, first.of_arm(a), b, second.of_arm(b), adaptive) for a, b in pairs]
 
 
 def compare(first: Path, second: Path) -> int:
@@ -66,7 +67,8 @@ def compare(first: Path, second: Path) -> int:
     print(f"A: {first}\nB: {second}")
     print(
         "Pairs are trials of one number, so of one traffic, but run at different times: what the machine did\n"
-        "meanwhile is in the ratios (within a study the arms are interleaved against that)."
+        "meanwhile is in the ratios (within a study the arms are interleaved against that). "
+        f"Intervals: {percent(confidence_of(*(run.plan for run in runs)), 0)}."
     )
     for arm in found:
         print()
@@ -94,7 +96,8 @@ def lines_of(arm: ArmComparison) -> list[str]:
         unit, scale, digits = known[row.metric]
         values = [number(value, digits, scale) for value in (row.first, row.second)]
         name = f"{row.metric} ({unit})" if unit else row.metric
-        table.append((name, *values, ratio_text(row.ratio), str(row.ratio.n), row.ratio.verdict))
+        found = row.ratio
+        table.append((name, *values, times(found.median, found.low, found.high), str(found.n), found.verdict))
     widths = [max(len(texts[i]) for texts in table) for i in range(len(COLUMNS))]
     for texts in table:
         cells = [texts[0].ljust(widths[0]), *(texts[i].rjust(widths[i]) for i in range(1, 5)), texts[5]]
@@ -102,15 +105,9 @@ def lines_of(arm: ArmComparison) -> list[str]:
     return lines
 
 
-def ratio_text(found: Ratio) -> str:
-    """`1.84x [1.71, 1.98]`; one pair has no interval."""
-    if found.median is None:
-        return MISSING
-    bounds = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.median:.2f}x{bounds}"
-
-
-def _compare(first: str, ours: Sequence[TrialRecord], second: str, theirs: Sequence[TrialRecord]) -> ArmComparison:
+def _compare(
+    first: str, ours: Sequence[TrialRecord], second: str, theirs: Sequence[TrialRecord], adaptive: bool
+) -> ArmComparison:
     a, b = ({int(t.run["trial"]): t.run for t in trials if t.run["status"] == "ok"} for trials in (ours, theirs))
     numbers = sorted(a.keys() & b.keys())
     if not numbers:
@@ -120,7 +117,9 @@ def _compare(first: str, ours: Sequence[TrialRecord], second: str, theirs: Seque
         return ArmComparison(first, second, list(dict.fromkeys(reasons)), [], [])
     mine, other = _values(a), _values(b)
     metrics = [
-        MetricComparison(name, _middle(mine[name]), _middle(other[name]), ratio(name, other[name], mine[name]))
+        MetricComparison(
+            name, _middle(mine[name]), _middle(other[name]), ratio(name, other[name], mine[name], adaptive=adaptive)
+        )
         for name, *_ in METRICS
         if direction(name) and _middle(mine.get(name, {})) is not None and _middle(other.get(name, {})) is not None
     ]

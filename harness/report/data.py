@@ -11,7 +11,8 @@ from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run
 from harness.report.figures import ArmFigures, arm_figures
-from harness.summary import summary_of
+from harness.report.parts import Cell
+from harness.summary import confidence_of, is_adaptive, summary_of
 
 CURVE_POINTS = 400
 
@@ -38,8 +39,8 @@ class Arm:
     @cached_property
     def shown(self) -> TrialRecord | None:
         """The trial that timelines show: the first that is ok, else the first that ran any step."""
-        ran = [trial for trial in self.trials if trial.num_steps]
-        return next((t for t in ran if t.run["status"] == "ok"), ran[0] if ran else None)
+        ran = next((trial for trial in self.ok if trial.num_steps), None)
+        return ran or next((trial for trial in self.trials if trial.num_steps), None)
 
     @cached_property
     def figures(self) -> ArmFigures:
@@ -55,6 +56,12 @@ class Arm:
     def metrics(self) -> Mapping[str, float | None]:
         found: Mapping[str, float | None] = self.entry["metrics"]
         return found
+
+    def cell(self, metric: str, text: Callable[[float | None], str], style: str = "") -> Cell:
+        """A metric of the summary as the cell of a table, which names its place there."""
+        source = (self.name, "metrics", metric) if metric in self.metrics else ()
+        value = self.metrics.get(metric)
+        return Cell(text(value), value, source, style=style)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -114,6 +121,15 @@ class Report:
     def baseline(self) -> str | None:
         name = self.summary["baseline"]
         return None if name is None else str(name)
+
+    @property
+    def adaptive(self) -> bool:
+        return is_adaptive(self.plan)
+
+    @property
+    def confidence(self) -> float:
+        """The level of every interval here."""
+        return confidence_of(self.plan)
 
     def arm(self, name: str | None) -> Arm | None:
         return next((arm for arm in self.arms if arm.name == name), None)

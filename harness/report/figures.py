@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from harness.metrics import Window, emission_gaps, latencies_of
+from harness.metrics import Window
 from harness.records import TrialRecord
 from harness.report.prediction import Prediction, decode_rate, predict
 from harness.report.sampling import Indices, ranks
+from harness.report.work import COLUMNS, Work, step_work, summed
 
 PHASES = ("schedule", "prepare", "attention", "forward", "sample", "propose", "commit")
 COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens", "drafting_sequences")
-STEP_COLUMNS = ("start_s", "end_s", *(f"{phase}_s" for phase in PHASES), *COUNTS)
-REQUEST_COLUMNS = ("finish_reason", "intended_s", "scheduled_s", "emission_times_s", "emission_tokens")
+STEP_COLUMNS = (*(f"{phase}_s" for phase in PHASES), *COUNTS, *(name for name in COLUMNS if name not in COUNTS))
+REQUEST_COLUMNS = ("finish_reason", "intended_s", "emission_times_s", "emission_tokens")
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,7 +43,7 @@ class TrialFigures:
     """Of one trial's steps; sums leave out what is null.
 
     attention_known: every step told its attention apart. decode: None where no step decodes and prefills nothing, or
-    one of these did not tell its attention apart.
+    one of these did not tell its attention apart. work: by kind of step.
     """
 
     trial: int
@@ -55,6 +57,7 @@ class TrialFigures:
     draft_tokens: int
     accepted_tokens: int
     prediction: Prediction
+    work: Mapping[str, Work]
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,24 @@ def curve(pool: Sequence[Floats], points: int) -> Curve:
 
 
 def latencies(trial: TrialRecord) -> dict[str, Floats]:
-    """`ttft_s` and `itl_s` as its percentiles count them: a failed request's TTFT is inf, a rejected one has none."""
+    """`ttft_s` and `itl_s` as its percentiles count them: a failed request's TTFT is inf, a rejected one has none.
+
+    By the definitions of `harness.metrics`, all requests at once instead of one after the other.
+    """
     table = trial.table("requests", REQUEST_COLUMNS)
-    t0, scheduled = (_floats(table[name]) for name in ("intended_s", "scheduled_s"))
-    times, tokens = (_lists(table[name]) for name in ("emission_times_s", "emission_tokens"))
+    t0, reasons = _floats(table["intended_s"]), np.array(table["finish_reason"].to_pylist(), object)
+    (times, lengths), (tokens, _) = (_lists(table[name]) for name in ("emission_times_s", "emission_tokens"))
     window = Window(*(trial.run["window"][name] for name in ("rule", "start_s", "end_s")))
-    counted = window.holds(t0) if window.rule == "timed" else np.ones(len(t0), bool)
-    rows = zip(table["finish_reason"].to_pylist(), t0, scheduled, times, tokens, strict=True)
-    accepted = [row for row, inside in zip(rows, counted, strict=True) if inside and row[0] != "rejected"]
-    ttft = np.array([latencies_of(*row)["ttft_s"] for row in accepted], float)
-    itl, _ = emission_gaps({name: [row[at] for row in accepted] for at, name in enumerate(REQUEST_COLUMNS)})
-    return {"ttft_s": ttft[~np.isnan(ttft)], "itl_s": itl}
+    counted = (window.holds(t0) if window.rule == "timed" else np.ones(len(t0), bool)) & (reasons != "rejected")
+    request = np.repeat(np.arange(len(t0)), lengths)  # of each emission
+    num_tokens = np.bincount(request, tokens, len(t0))
+    finished = ((reasons == "length") | (reasons == "stop")) & (num_tokens > 0)
+    ttft = np.full(len(t0), np.inf)
+    ttft[finished] = times[(lengths.cumsum() - lengths)[finished]] - t0[finished]
+    ttft = ttft[counted]
+    later = (np.diff(request) == 0) & counted[request[1:]]  # emissions with one of their own request before them
+    gaps, made = np.diff(times)[later], tokens[1:][later]
+    return {"ttft_s": ttft[~np.isnan(ttft)], "itl_s": np.repeat(gaps / made, made)}
 
 
 def step_columns(trial: TrialRecord, names: Sequence[str]) -> dict[str, Floats]:
@@ -134,6 +144,7 @@ def step_figures(trial: TrialRecord) -> TrialFigures:
         draft_tokens=int(np.nansum(steps["draft_tokens"])),
         accepted_tokens=int(np.nansum(steps["accepted_tokens"])),
         prediction=predict(decoding, trial.run.get("decode_costs") or []),
+        work=summed(step_work(steps)),
     )
 
 
@@ -148,9 +159,7 @@ def _floats(column: pa.ChunkedArray) -> Floats:
     return np.asarray(column.to_numpy(), float)
 
 
-def _lists(column: pa.ChunkedArray) -> list[Floats]:
-    """Of a column of lists: a view on each row's numbers."""
+def _lists(column: pa.ChunkedArray) -> tuple[Any, Indices]:
+    """Of a column of lists: all their numbers one after the other, and how many each has; none for null."""
     array = column.combine_chunks()
-    values, lengths = array.flatten().to_numpy(zero_copy_only=False), array.value_lengths().fill_null(0).to_numpy()
-    ends = lengths.cumsum()
-    return [values[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+    return array.flatten().to_numpy(zero_copy_only=False), array.value_lengths().fill_null(0).to_numpy()

@@ -30,11 +30,13 @@ from harness.report.charts import (
     telemetry,
     tradeoff,
     verdict,
+    verdict_columns,
 )
 from harness.report.compare import browser_data
 from harness.report.compare_filter import tagged
 from harness.report.data import Report
-from harness.report.parts import Chart
+from harness.report.parts import Chart, percent
+from harness.report.tables import attributes, table, td
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -49,13 +51,16 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals.update(table=table, td=td, attributes=attributes)
     return environment.get_template("page.html").render(
         study=str(report.plan.get("study") or report.record.path.name),
         baseline=report.baseline,
-        adaptive=bool(report.plan.get("half_width")),
+        level=percent(report.confidence, 0),
         command=report.plan.get("command"),
         conditions=provenance.conditions(report),
         rows=verdict.rows(report),
+        columns=verdict_columns.columns(report),
+        headings=verdict_columns.headings(verdict_columns.columns(report)),
         trials=browser_data(report),
         metrics_table=verdict.metrics_table(report),
         notices=provenance.notices(report),
@@ -74,18 +79,19 @@ def render(report: Report) -> str:
 
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
-    """After the first screen. Load is there only where rates were swept, reuse where an arm shares prefixes, operators
-    where a trial was profiled.
+    """After the first screen. Load and KV dtype are there only where these were swept, reuse where an arm shares
+    prefixes, operators where a trial was profiled.
     """
     profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
+    sizes = [precision.chart(report, kept) for kept in (precision.WEIGHTS, precision.KEYS_AND_VALUES)]
     reused = [("Prefix reuse", [prefix_reuse.chart(report)])] if prefix_reuse.has_sharing(report) else []
     return [
         *swept,
         *reused,
         ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
         ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report), *profiled]),
-        ("Against the machine", [roofline.chart(report), precision.chart(report)]),
+        ("Against the machine", [roofline.chart(report), *(sizes if sizes[1].traces else sizes[:1])]),
         ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
         ("Speculation", [speculation.chart(report), speedup.chart(report)]),
         ("Requests and machine", [gantt.chart(report), telemetry.chart(report)]),

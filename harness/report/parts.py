@@ -1,11 +1,11 @@
-"""What a page is made of: cells, tables, charts. Plain data; the template turns it into HTML and escapes it."""
+"""What a page is made of: cells, tables, charts. Plain data; `tables` and the template turn it into HTML, escaped."""
 
 from __future__ import annotations
 
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +15,17 @@ LEGEND_ABOVE = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xan
 
 @dataclass(frozen=True)
 class Cell:
-    """``text`` is shown, ``value`` is the figure in full, ``source`` its keys in summary.json under `arms`."""
+    """``text`` is shown, ``value`` is the figure in full, ``source`` its keys in summary.json under `arms`.
+
+    ``follows``: what the page puts in its place where a reader chooses another baseline (`harness.report.against`).
+    """
 
     text: str
     value: float | None = None
     source: tuple[str, ...] = ()
     numeric: bool = True
     style: str = ""
-
-    @property
-    def source_json(self) -> str:
-        return json.dumps(self.source)
+    follows: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,19 @@ def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
 def percent(value: float | None, digits: int = 1) -> str:
     shown = number(value, digits, 100)
     return shown if shown in (MISSING, "inf", "-inf") else f"{shown} %"
+
+
+def fixed(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
+    """`number` with these digits and this scale."""
+    return lambda value: number(value, digits, scale)
+
+
+def times(median: float | None, low: float | None, high: float | None) -> str:
+    """`1.84x [1.71, 1.98]`; one pair has no interval."""
+    if median is None:
+        return MISSING
+    bounds = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"{median:.2f}x{bounds}"
 
 
 def byte_size(value: float | None) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-# By column of `steps.parquet`, of the steps that decode and prefill nothing.
-DecodeSteps = Mapping[str, Floats]
+# Of `steps.parquet`, of the steps that decode and prefill nothing.
+StepColumns = Mapping[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prediction:
     speedup: float | None
 
 
-def predict(steps: DecodeSteps, decode_costs: Iterable[Mapping[str, Any]]) -> Prediction:
+def predict(steps: StepColumns, decode_costs: Iterable[Mapping[str, Any]]) -> Prediction:
     """From accepted tokens and from what warm-up says that as many rows cost; the steps' own times are not used."""
     decoded, drafts = steps["decode_tokens"], steps["draft_tokens"]
     drafted = float(steps["drafting_sequences"].sum())
@@ -46,7 +46,7 @@ def predict(steps: DecodeSteps, decode_costs: Iterable[Mapping[str, Any]]) -> Pr
     return Prediction(d, m, v, c, (1 + d * m) / (v + c))
 
 
-def decode_rate(steps: DecodeSteps) -> float | None:
+def decode_rate(steps: StepColumns) -> float | None:
     """Tokens a second that a sequence gets."""
     decoded = steps["decode_tokens"]
     spent = float((decoded * (steps["end_s"] - steps["start_s"])).sum())

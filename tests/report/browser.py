@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
@@ -34,8 +36,9 @@ def find_browser() -> str | None:
 class Page:
     """One open page. ``console``: messages of level error or warning and uncaught exceptions; ``requests``: URLs."""
 
-    def __init__(self, read: int, write: int) -> None:
+    def __init__(self, read: int, write: int, pid: int) -> None:
         self._read, self._write, self._buffer, self._last = read, write, b"", 0
+        self._process = psutil.Process(pid)
         self.console: list[str] = []
         self.requests: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
@@ -66,6 +69,11 @@ class Page:
             if time.monotonic() > end:
                 raise AssertionError(f"not within {seconds} s: {condition}; console: {self.console}")
             time.sleep(0.1)
+
+    def cpu_seconds(self) -> float:
+        """Of all the browser's processes so far."""
+        times = [process.cpu_times() for process in (self._process, *self._process.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
@@ -129,7 +137,7 @@ def open_browser(program: str) -> Iterator[Page]:
     os.close(theirs_read)
     os.close(theirs_write)
     try:
-        yield Page(ours_read, ours_write)
+        yield Page(ours_read, ours_write, process.pid)
     finally:
         process.terminate()
         try:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import Page, find_browser, open_browser
 from simulated_run import HOSTILE, ArmPlan, run_record, write_measured, write_plan, write_run
 
 from harness.records import write_trial
 from harness.report import build
 from harness.summary import summarize
+
+
+@pytest.fixture(scope="session")
+def page() -> Iterator[Page]:
+    """One browser for all tests that want one."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no browser: none of chromium, chromium-browser, google-chrome is installed")
+    with open_browser(program) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

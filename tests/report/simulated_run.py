@@ -6,8 +6,10 @@ figures in them belong to the steps beside them.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,14 @@ class ArmPlan:
     drafts: int = 0
     speed: float = 1.0
     precision: str = "bf16"
+    kv_dtype: str = "auto"
     versus: str | None = None
     emulated: tuple[str, ...] = ()
+
+    @property
+    def budget_tokens(self) -> int:
+        """Positions of one byte a value are half as large."""
+        return BUDGET_TOKENS * (2 if self.kv_dtype in ("int8", "fp8") else 1)
 
 
 LADDER = (
@@ -82,7 +90,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        return BUDGET_TOKENS - sum(self.reserved(live) for live in self.live)
+        return self.plan.budget_tokens - sum(self.reserved(live) for live in self.live)
 
     def admit(self) -> list[Live]:
         """Static fills an empty batch only; the others join whenever a slot and memory are there."""
@@ -133,7 +141,7 @@ class Engine:
             slot_request_ids=self.slots(),
             scheduled=[live.request.request_id for live in self.live if not live.finished],
             drafted=drafted,
-            kv_capacity_tokens=BUDGET_TOKENS,
+            kv_capacity_tokens=self.plan.budget_tokens,
             kv_free_tokens=self.free,
             kv_allocation_unit=MAX_MODEL_LEN if self.plan.kv_cache == "contiguous" else BLOCK,
             kv_reservations=[
@@ -187,6 +195,7 @@ def config_of(plan: ArmPlan, num_requests: int) -> dict[str, Any]:
         "kv_cache": {"name": plan.kv_cache, "budget_bytes": BUDGET_TOKENS * 23040},
         "decoding": {"name": "speculative" if plan.drafts else "autoregressive"},
         "precision": {"name": plan.precision},
+        "kv_dtype": {"name": plan.kv_dtype},
         "workload": {
             "name": "scripted_burst",
             "num_requests": num_requests,
@@ -256,8 +265,17 @@ def linear_stages(plan: ArmPlan) -> list[dict[str, float | None]]:
     return found
 
 
-def write_measured(run_dir: Path, study: str, plan: ArmPlan, trial: int, num_requests: int, **changes: Any) -> None:
-    """Simulate one trial and write its record."""
+def write_measured(
+    run_dir: Path,
+    study: str,
+    plan: ArmPlan,
+    trial: int,
+    num_requests: int,
+    more_metrics: Mapping[str, float] | None = None,
+    gpus: int = 0,
+    **changes: Any,
+) -> None:
+    """Simulate one trial and write its record; ``more_metrics``: of what this engine does not do."""
     rng = np.random.default_rng([7, trial])
     engine = Engine(plan, rng, 1 + 0.02 * float(rng.standard_normal()), burst(1000 + trial, num_requests))
     recorder = Recorder()
@@ -266,7 +284,7 @@ def write_measured(run_dir: Path, study: str, plan: ArmPlan, trial: int, num_req
     while engine.waiting or engine.live:
         recorder.step(engine.step())
     requests, steps = recorder.requests(), recorder.steps(lambda stats: StepCost(1e9, 2.7e8))
-    telemetry = scripted_telemetry(float(steps["end_s"].max()))
+    telemetry = scripted_telemetry(float(steps["end_s"].max()), gpus)
     window, metrics, warnings = compute_metrics(
         requests,
         steps,
@@ -282,18 +300,22 @@ def write_measured(run_dir: Path, study: str, plan: ArmPlan, trial: int, num_req
             "ignore_eos": True,
         },
     )
-    measured = {"window": window, "metrics": metrics, "validity": warnings}
+    measured = {"window": window, "metrics": {**metrics, **(more_metrics or {})}, "validity": warnings}
     record = run_record(study, plan, trial, num_requests, **{**measured, **changes})
     write_trial(run_dir / plan.name.replace("/", "_") / str(trial), record, requests, steps, telemetry)
 
 
-def scripted_telemetry(end_s: float) -> Any:
+def scripted_telemetry(end_s: float, gpus: int = 0) -> Any:
     times = np.arange(0.0, end_s, 0.1)
     series = {
         ("process", "cpu_percent", "%"): 180 + 15 * np.sin(times),
         ("process", "resident_bytes", "B"): 7.6e8 + 1e6 * times,
         ("host", "cpu_percent", "%"): 92 + 5 * np.cos(times),
     }
+    for gpu in range(gpus):
+        series[(f"gpu{gpu}", "utilization_percent", "%")] = 70 + 20 * np.sin(times + gpu)
+        series[(f"gpu{gpu}", "power_w", "W")] = 400 + 50 * np.cos(times)
+        series[(f"gpu{gpu}", "sm_active_percent", "%")] = np.full(len(times), np.nan)  # refused by the device
     columns: dict[str, list[Any]] = {name: [] for name in TELEMETRY_SCHEMA.names}
     for (source, name, unit), values in series.items():
         columns["t_s"] += times.tolist()
@@ -315,6 +337,7 @@ def write_plan(run_dir: Path, plans: Sequence[ArmPlan], trials: int, num_request
                 f"batching.max_num_seqs={plan.max_num_seqs}",
                 *(["decoding=speculative"] if plan.drafts else []),
                 *([f"precision={plan.precision}"] if plan.precision != "bf16" else []),
+                *([f"kv_dtype={plan.kv_dtype}"] if plan.kv_dtype != "auto" else []),
             ],
             "versus": plan.versus,
             "trials": trials,
@@ -346,4 +369,24 @@ def write_run(
     for plan in plans:
         for trial in range(1 if plan.emulated else trials):
             write_measured(run_dir, study, plan, trial, num_requests)
+    return run_dir
+
+
+def write_many(run_dir: Path, arms: int, trials: int, num_requests: int) -> Path:
+    """A run of any size: five trials of each kind of arm are simulated; the others have their tables and differ in
+    run.json.
+    """
+    plans = [replace(LADDER[i % 5], name=f"arm{i}", versus=f"arm{i - 1}" if i else None) for i in range(arms)]
+    write_plan(run_dir, plans, trials, num_requests)
+    for index, plan in enumerate(plans):
+        for trial in range(trials):
+            if index < 5 and trial < 5:
+                write_measured(run_dir, "ladder", plan, trial, num_requests)
+                continue
+            made, folder = run_dir / f"arm{index % 5}" / str(trial % 5), run_dir / plan.name / str(trial)
+            folder.mkdir(parents=True)
+            for table in made.glob("*.parquet"):
+                os.link(table, folder / table.name)
+            run = json.loads((made / "run.json").read_text())
+            (folder / "run.json").write_text(json.dumps(run | {"arm": plan.name, "trial": trial}))
     return run_dir

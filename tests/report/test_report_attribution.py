@@ -141,7 +141,7 @@ def test_linear_layers_are_split_and_compared_at_equal_rows(tmp_path: Path) -> N
     assert [[cell.text for cell in row] for row in chart.table.rows] == [
         ["bf16", "1", "40.00", *[MISSING] * 5],
         ["bf16", "4", "60.00", *[MISSING] * 5],
-        ["int8", "1", "20.00", "1.00", "16.00", "3.00", "bf16", "0.50x"],
+        ["int8", "1", "20.00", "1.00", "16.00", "3.00", "bf16", "0.50x [0.50, 0.50]"],
         ["int8", "16", "100.00", "10.00", "70.00", "30.00", "bf16", MISSING],  # nothing to compare at 16 rows
         ["fp8", "1", "50.00", "20.00", "20.00", "20.00", "bf16", MISSING],  # emulated
     ]

@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Page, find_browser, open_browser
-from simulated_run import HOSTILE, LADDER, write_run
+from browser import Page
+from open_report import ALL_DRAWN, COMPARED, CURVES, TALL_PX, choose, open_whole, toggle
+from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_many, write_measured, write_plan, write_run
 
-from harness.records import decode_numbers, read_json, read_run
+from harness.records import decode_numbers, read_json, write_trial
 from harness.report import build
-from harness.summary import summarize, summary_of
 
-ALL_DRAWN = "document.querySelectorAll('.chart').length === document.querySelectorAll('.chart[data-drawn]').length"
-TALL_PX = 9000  # higher than any page here: everything is near, so everything is drawn
+FIRST_CHART_S = 2.0
 READ_CELLS = "[...document.querySelectorAll('[data-source]')].map(c => [c.dataset.source, c.dataset.value ?? null])"
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no browser: none of chromium, chromium-browser, google-chrome is installed")
-    with open_browser(program) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_ladder_is_drawn_from_itself_alone(page: Page, ladder: Path, tmp_path: Path, dark: bool) -> None:
-    page.requests.clear()
-    page.open(ladder / "report.html", height=TALL_PX, dark=dark)
-    page.wait_for(f"document.querySelectorAll('.chart').length > 7 && {ALL_DRAWN}")
+    open_whole(page, ladder, dark)
+    assert page.evaluate("document.querySelectorAll('.chart').length") > 13
     assert page.evaluate("document.querySelectorAll('.chart .bars .point').length") > 500  # requests in slots
     assert page.evaluate("document.querySelectorAll('#chart-kv .scatterlayer .trace').length") > 12
-    assert page.evaluate("document.documentElement.dataset.problem ?? null") is None
-    assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
-    assert page.console == []
     page.screenshot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 50_000
+
+
+def test_the_table_and_the_first_chart_are_there_within_two_seconds(
+    page: Page, ladder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """By the page's own clock from the start of its loading; the best of a few, as another process may disturb one.
+
+    Where others hold the cores all the time: by the CPU time of the whole browser until then.
+    """
+    seconds: list[float] = []
+    spent: list[float] = []
+    while not seconds or (min(*seconds, *spent) > FIRST_CHART_S and len(seconds) < 5):
+        before = page.cpu_seconds()
+        page.open(ladder / "report.html", height=900)
+        page.wait_for("performance.getEntriesByName('first chart').length")
+        spent.append(page.cpu_seconds() - before)
+        seconds.append(page.evaluate("performance.getEntriesByName('first chart')[0].startTime / 1000"))
+        assert page.evaluate("document.querySelector('table.verdict tbody').offsetHeight") > 100
+        assert page.evaluate("document.querySelectorAll('#chart-slots .bars .point').length") > 100
+    record_property("first_chart_s", seconds)
+    record_property("cpu_s", spent)
+    assert min(*seconds, *spent) <= FIRST_CHART_S, (seconds, spent)
+
+
+@pytest.mark.parametrize("num_arms", [0, 1])
+def test_few_arms_are_drawn(page: Page, num_arms: int, tmp_path: Path) -> None:
+    build(write_run(tmp_path, LADDER[:num_arms], trials=1, num_requests=5))
+    open_whole(page, tmp_path)
+    assert page.evaluate("document.querySelectorAll('.chart').length > 8") == (num_arms == 1)
+    assert page.evaluate("document.querySelectorAll('table.verdict tbody tr').length") == num_arms
+
+
+def test_failures_missing_and_endless_values_and_gpus_are_drawn(page: Page, tmp_path: Path) -> None:
+    """An arm with two GPUs, beside arms that failed, did not run or were halted, and two with inf, null and NaN."""
+    plans = [ArmPlan(name) for name in ("gpus", "failed", "not run", "halted", "endless", "nan")]
+    write_plan(tmp_path, plans, 1, 5)
+    write_measured(tmp_path, "ladder", plans[0], 0, 5, gpus=2)
+    for plan, status in ((plans[1], "failed"), (plans[2], "not_run")):
+        reasons = [f"{plan.name}, and why"]
+        write_trial(tmp_path / plan.name / "0", run_record("ladder", plan, 0, 5, status=status, reasons=reasons))
+    write_measured(tmp_path, "ladder", plans[3], 0, 5, status="aborted", reasons=["stopped by the user"])
+    latencies = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), math.inf)
+    write_measured(
+        tmp_path, "ladder", plans[4], 0, 5, {"ttft_s": {**latencies, "n": 5}, "itl_s": {"p50": None, "n": 0}}
+    )
+    write_measured(tmp_path, "ladder", plans[5], 0, 5, {"output_tokens_per_s": math.nan, "weights_bytes": math.nan})
+    build(tmp_path)
+    open_whole(page, tmp_path)
+    axes = (
+        "Object.keys(document.querySelector('#chart-telemetry')._fullLayout).filter(k => k.startsWith('yaxis')).length"
+    )
+    assert page.evaluate(axes) == 5  # three of process and host, utilisation and power; what a GPU refused has none
+    assert [page.evaluate(COMPARED)[i] is None for i in range(6)] == [False, True, True, True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arms", "trials"), [(8, 25), (200, 1)], ids=["25 trials", "200 arms"])
+def test_200_runs_are_drawn(page: Page, arms: int, trials: int, tmp_path: Path) -> None:
+    build(write_many(tmp_path, arms, trials, num_requests=6))
+    open_whole(page, tmp_path)
+    choose(page, 1)
+    toggle(page, 0)
+    page.wait_for(f"{CURVES} === {arms - 1}")
+    assert page.console == []
 
 
 def test_numbers_in_the_browser_are_the_summarys(page: Page, ladder: Path) -> None:
@@ -75,8 +125,14 @@ def test_hostile_names_run_nothing_and_are_shown_as_typed(page: Page, hostile: P
     page.wait_for(f"document.querySelectorAll('.chart').length > 7 && {ALL_DRAWN}")
     assert page.evaluate("document.querySelectorAll('img').length") == 0
     assert page.evaluate("document.querySelectorAll('.chart a').length") == 0
-    legend = page.evaluate("document.querySelector('#chart-ttft .legend').textContent")
-    assert "</script><script>alert(1)" in legend
+    legend = "document.querySelector('#chart-ttft .legend').textContent"
+    assert "</script><script>alert(1)" in page.evaluate(legend)
+    choose(page, 1)
+    assert f"vs {HOSTILE}" in page.evaluate(COMPARED)[0]["text"]
+    toggle(page, 0)
+    page.wait_for(f"{CURVES} === 1")
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert "</script><script>alert(1)" in page.evaluate(legend)
     assert page.console == [] and not [url for url in page.requests if url.endswith("/x")]
 
 
@@ -87,140 +143,3 @@ def test_without_decompression_the_page_says_so_and_keeps_its_tables(page: Page,
     page.wait_for("!document.getElementById('problem').hidden")
     assert "Every number is in the table" in page.evaluate("document.getElementById('problem').textContent")
     assert page.evaluate("document.querySelectorAll('figure table').length") > 6
-
-
-# --- compare mode -----------------------------------------------------------------------------------------------------
-
-COMPARED = """[...document.querySelectorAll("table.verdict tbody tr")].map(r => r.cells[2])
-  .map(c => c && ({...c.dataset, text: c.textContent}))"""
-METRIC_ROWS = """[...document.querySelectorAll("#metrics tbody tr")].map(r => [...JSON.parse(r.cells[2].dataset.source),
-  r.cells[3].dataset.value ?? null, r.cells[3].textContent, r.cells[4].textContent, r.cells[5].textContent])"""
-PANELS = "document.querySelector('#chart-kv')._fullLayout.annotations.length"
-CURVES = "document.querySelectorAll('#chart-ttft .scatterlayer .trace').length"
-ARROWS = "document.querySelector('#chart-tradeoff')._fullLayout.annotations.length"
-ROWS = "document.querySelector('#chart-steptime')._fullLayout.yaxis.ticktext"
-VISIBLE = """[...document.querySelectorAll('table.verdict tbody tr')].filter(r => r.offsetHeight > 0)
-  .map(r => r.querySelector('.name').textContent)"""
-
-
-def choose(page: Page, baseline: int) -> None:
-    page.evaluate(f"""(() => {{ const s = document.querySelector("#compare select"); s.value = "{baseline}";
-      s.dispatchEvent(new Event("change", {{bubbles: true}})); }})()""")
-
-
-def toggle(page: Page, arm: int) -> None:
-    page.evaluate(f"document.querySelector('#compare input[value=\"{arm}\"]').click()")
-
-
-@pytest.fixture(scope="module")
-def nine_trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough trials for intervals of order statistics."""
-    run_dir = write_run(tmp_path_factory.mktemp("nine"), LADDER[:3], trials=9, num_requests=6)
-    summarize(run_dir)
-    build(run_dir)
-    return run_dir
-
-
-@pytest.mark.parametrize("run", ["ladder", pytest.param("nine_trials", marks=pytest.mark.slow)])
-def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
-    page: Page, run: str, request: pytest.FixtureRequest
-) -> None:
-    run_dir: Path = request.getfixturevalue(run)
-    record = read_run(run_dir)
-    page.open(run_dir / "report.html", height=900)
-    before = page.evaluate(COMPARED), page.evaluate(METRIC_ROWS)
-    for number, baseline in enumerate(record.plan["arms"]):
-        choose(page, number)
-        arms = summary_of(replace(record, plan={**record.plan, "baseline": baseline}))["arms"]
-        for arm, cell in zip(arms, page.evaluate(COMPARED), strict=True):
-            if number == 0:
-                continue  # the page's own, which it shows as they were
-            if arm == baseline:
-                assert cell["text"].strip() == "baseline"
-                continue
-            wanted = arms[arm]["ratios"]["output_tokens_per_s"]
-            for part in ("median", "low", "high"):
-                assert (part in cell) == (wanted[part] is not None), (arm, part)
-                assert part not in cell or float(cell[part]) == pytest.approx(wanted[part], rel=1e-12)
-            assert (int(cell["n"]), cell["verdict"]) == (wanted["n"], wanted["verdict"])
-            assert f"vs {baseline}" in cell["text"]
-        for arm, _, metric, value, text, n, verdict in page.evaluate(METRIC_ROWS):
-            found = arms[arm]["ratios"].get(metric)
-            if found is None or arm == baseline:
-                assert (value, text, n, verdict) == (None, "", "", "")
-                continue
-            assert int(n) == found["n"] and verdict.endswith(found["verdict"])
-            assert (None if value is None else float(value)) == (
-                None if found["median"] is None else pytest.approx(found["median"], rel=1e-12)
-            )
-            if found["low"] is not None:
-                assert text == f"{found['median']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
-    choose(page, 0)
-    assert (page.evaluate(COMPARED), page.evaluate(METRIC_ROWS)) == before
-    assert page.console == []
-
-
-@pytest.mark.slow
-def test_filtered_arms_leave_tables_and_charts(page: Page, ladder: Path, tmp_path: Path) -> None:
-    names = list(read_run(ladder).plan["arms"])
-    page.open(ladder / "report.html", height=TALL_PX)
-    page.wait_for(ALL_DRAWN)
-    assert [page.evaluate(what) for what in (PANELS, CURVES, ARROWS)] == [6, 6, 4]
-    toggle(page, names.index("static"))
-    toggle(page, names.index("fp8"))
-    page.wait_for(f"{CURVES} === 4")
-    assert page.evaluate(VISIBLE) == ["continuous", "paged", "speculative", "int8"]
-    assert page.evaluate(PANELS) == 4 and page.evaluate(ROWS) == ["continuous", "paged", "speculative", "int8"]
-    assert page.evaluate(ARROWS) == 3  # none comes from static any more
-    domains = (
-        "['yaxis2','yaxis3','yaxis4','yaxis5'].map(a => document.querySelector('#chart-kv')._fullLayout[a].domain)"
-    )
-    ends = [end for low, high in page.evaluate(domains) for end in (high, low)]
-    assert (
-        ends == sorted(ends, reverse=True) and ends[0] > 0.9 and ends[-1] < 0.1
-    )  # one above the other, and filling it
-    assert page.evaluate("[...document.querySelectorAll('#steptime tbody tr')].filter(r => !r.hidden).length") == 4
-    page.screenshot(tmp_path / "filtered.png")
-    for arm in ("speculative", "paged", "int8"):
-        toggle(page, names.index(arm))
-    page.wait_for("document.querySelector('#speculation').hidden")  # nothing of it is left
-    toggle(page, names.index("continuous"))  # the last one stays
-    assert page.evaluate(VISIBLE) == ["continuous"]
-    page.evaluate("document.querySelector('#compare button').click()")
-    page.wait_for(f"{CURVES} === 6 && {PANELS} === 6 && !document.querySelector('#speculation').hidden")
-    assert page.evaluate("location.hash") == "" and page.console == []
-
-
-@pytest.mark.slow
-def test_the_address_keeps_baseline_arms_and_theme(page: Page, ladder: Path) -> None:
-    names = list(read_run(ladder).plan["arms"])
-    page.open(ladder / "report.html", height=900)
-    choose(page, names.index("paged"))
-    toggle(page, names.index("static"))
-    page.evaluate("document.getElementById('theme').click()")
-    hash_ = page.evaluate("location.hash")
-    assert hash_.startswith("#baseline=paged&arm=continuous&arm=paged&") and hash_.endswith("&theme=dark")
-    shown = "[document.querySelector('#compare select').value, document.documentElement.dataset.theme]"
-    before = page.evaluate(COMPARED)
-    page.evaluate("location.reload()")
-    page.wait_for(f"document.readyState === 'complete' && {shown}[1] === 'dark'")
-    assert page.evaluate(shown) == [str(names.index("paged")), "dark"]
-    assert page.evaluate(COMPARED) == before and "static" not in page.evaluate(VISIBLE)
-    page.evaluate("location.hash = '#baseline=nobody&arm=nobody&arm=int8'")  # what is unknown is passed over
-    page.wait_for(f"{shown}[0] === '0'")
-    assert page.evaluate(VISIBLE) == ["int8"]
-    page.evaluate("location.hash = ''")
-    page.wait_for("document.querySelectorAll('#compare input:checked').length === 6")
-    assert page.evaluate(VISIBLE) == names and page.console == []
-
-
-def test_a_hostile_baseline_is_shown_as_typed(page: Page, hostile: Path) -> None:
-    page.open(hostile / "report.html", height=TALL_PX)
-    page.wait_for(ALL_DRAWN)
-    choose(page, 1)
-    assert f"vs {HOSTILE}" in page.evaluate(COMPARED)[0]["text"]
-    toggle(page, 0)
-    page.wait_for(f"{CURVES} === 1")
-    assert page.evaluate("document.querySelectorAll('img').length") == 0 and page.console == []
-    legend = page.evaluate("document.querySelector('#chart-ttft .legend').textContent")
-    assert "</script><script>alert(1)" in legend

@@ -11,7 +11,7 @@ import pytest
 from page_reader import Page
 from simulated_run import HARDWARE, LADDER, ArmPlan, config_of, write_measured, write_plan, write_run
 
-from harness.records import RecordError, read_run
+from harness.records import RecordError, read_run, write_json
 from harness.report.charts import decode_step, kv_memory, latency, speedup, tradeoff
 from harness.report.compare import browser_data
 from harness.report.compare_filter import tagged
@@ -118,6 +118,19 @@ def test_without_a_common_trial_there_is_no_ratio(tmp_path: Path) -> None:
     assert found.reasons == ["no trial of one number is ok in both runs"] and found.metrics == []
 
 
+def test_intervals_of_an_adaptive_run_are_the_stricter_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write(tmp_path / "a", ONE), write(tmp_path / "b", TWO)
+    plan = json.loads((second / "study.json").read_text())
+    found = []
+    for half_width in (None, 0.03):
+        write_json(second / "study.json", {**plan, "half_width": half_width})
+        assert compare(first, second) == 0
+        found.append((capsys.readouterr().out, compare_runs(read_run(first), read_run(second))[0].metrics[0].ratio))
+    (plain, narrow), (adaptive, wide) = found
+    assert "Intervals: 95 %." in plain and "Intervals: 98 %." in adaptive and wide.median == narrow.median
+    assert wide.low is not None and narrow.low is not None and wide.low < narrow.low
+
+
 # --- what the page is given -------------------------------------------------------------------------------------------
 
 
@@ -129,6 +142,8 @@ def test_the_page_has_every_trials_own_values(report: Report) -> None:
         assert given["trials"] == [trial.run["trial"] for trial in arm.ok]
         assert given["values"]["ttft_s.p99"] == [trial.run["metrics"]["ttft_s"]["p99"] for trial in arm.ok]
         assert "mfu" not in given["values"]  # nobody measured it
+        assert given["values"]["decode_rate"] == [t.decode_rate for t in arm.figures.trials]
+        assert len(given["values"]["decode.attention"]) == len(given["values"]["linear.4"]) == len(arm.ok)
 
 
 def test_only_trials_under_the_same_conditions_are_paired(report: Report) -> None:
@@ -170,8 +185,10 @@ def test_traces_rows_panels_and_arrows_know_their_arms(report: Report) -> None:
     rows = tagged(decode_step.chart(report), arms).layout["meta"]["rows"]
     assert rows == [[arm.index] for arm in arms]
     assert tagged(kv_memory.chart(report), arms).layout["meta"]["panels"] == [[arm.index] for arm in arms]
-    (drafting,) = tagged(speedup.chart(report), arms).layout["meta"]["rows"]
-    assert drafting == [names.index("speculative")]
+    measured = tagged(speedup.chart(report), arms)
+    drafting = names.index("speculative")
+    assert measured.layout["meta"]["rows"] == [[drafting]]
+    assert measured.traces[1]["meta"] == {"follows": "decode_rate", "points": [drafting]}
 
 
 def test_names_that_are_shortened_alike_belong_to_both(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_a_run_is_read_once(ladder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copytree(ladder, tmp_path / "run")
     read: list[Path] = []
 
-    def counting(directory: Path) -> records.TrialRecord:
+    def counting(directory: Path, tables: bool) -> records.TrialRecord:
         read.append(directory)
-        return read_trial(directory)
+        return read_trial(directory, tables)
 
     monkeypatch.setattr(records, "read_trial", counting)
     assert main([str(tmp_path / "run")]) == 0

@@ -12,7 +12,8 @@ from harness.records import decode_numbers
 from harness.report import build
 from harness.report.charts.load import INTERVAL_FROM, PANELS, chart, offered_rate, sweeps
 from harness.report.data import load
-from harness.statistics import interval
+from harness.report.page import render
+from harness.statistics import ADAPTIVE_CONFIDENCE, interval
 from harness.study import compose_study
 from harness.summary import summarize
 
@@ -61,6 +62,25 @@ def test_medians_stand_at_their_rates_with_their_intervals(swept: Path) -> None:
                 assert drawn["y"][i] - drawn["error_y"]["arrayminus"][i] == pytest.approx(
                     panel.scale * math.exp(low), abs=1e-4
                 )
+
+
+def test_the_intervals_have_the_level_that_the_text_says(swept: Path) -> None:
+    """That of the kind of study: one that stops by its own intervals reports stricter ones."""
+    plain, adaptive = load(swept), load(swept)
+    adaptive.record.plan["half_width"] = 0.03
+    widths = []
+    for report, level in ((plain, "95 %"), (adaptive, "98 %")):
+        found = chart(report)
+        assert f"with a {level} interval" in found.note
+        page = render(report)
+        assert (
+            f"median and {level} interval" in page and page.count("% interval") == page.count(f"{level} interval") > 1
+        )
+        line = next(t for t in found.traces if t["name"] == "p50" and "error_y" in t)
+        widths.append(line["error_y"]["array"][0] + line["error_y"]["arrayminus"][0])
+    trials = [t.run["metrics"]["ttft_s"]["p50"] for t in plain.arms[1].ok]  # the lowest rate
+    low, high = (math.exp(end) for end in interval([math.log(t) for t in trials], ADAPTIVE_CONFIDENCE) or (0, 0))
+    assert widths[1] == pytest.approx(high - low, abs=1e-4) and widths[1] > 1.2 * widths[0]
 
 
 def test_the_slo_is_a_line_at_its_limit_in_the_unit_of_its_panel(swept: Path) -> None:

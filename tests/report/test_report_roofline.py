@@ -1,4 +1,4 @@
-"""Roofline, precision and the requests' lives: figures worked out by hand from records."""
+"""Roofline and the requests' lives: figures worked out by hand from records."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
+from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan
 
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TrialRecord, frame, read_trial, write_trial
-from harness.report.charts import gantt, precision, roofline
+from harness.report.charts import gantt, roofline
 from harness.report.charts.gantt import request_lives
-from harness.report.charts.precision import families
-from harness.report.charts.roofline import Roof, pooled, step_work
+from harness.report.charts.roofline import Roof
 from harness.report.data import Report, load
+from harness.report.figures import step_figures
+from harness.report.work import pooled
 
 LIMITS = {"flops_per_s": 100e9, "bytes_per_s": 20e9, "source": "measured"}
 FLOPS, BYTES = 1e9, 2.7e8  # of every step of the scripted engine
@@ -57,12 +58,14 @@ def test_steps_are_told_apart_by_whether_they_prefill_and_unknown_ones_are_left_
         tmp_path / "0",
         [(64, 3, 8e9, 2e9, 0.5), (0, 4, 1e9, 1e9, 0.1), (0, 4, 3e9, 1e9, 0.3), (0, 4, None, 1e9, 9.0), (0, 0, 1, 1, 9)],
     )
-    work = step_work(trial)
+    work = step_figures(trial).work
     assert work["prefill"].intensity == 4.0 and work["prefill"].flops_per_s == pytest.approx(16e9)
     assert work["decode"].intensity == 2.0 and work["decode"].flops_per_s == pytest.approx(10e9)  # 4e9 in 0.4 s
-    assert step_work(record_of(tmp_path / "1", [(0, 4, None, None, 1.0)])) == {}
-    twice = pooled([trial, trial])
-    assert len(twice["decode"].flops) == 4 and twice["decode"].intensity == 2.0
+    assert (work["decode"].least, work["decode"].most) == (1.0, 3.0)
+    assert step_figures(record_of(tmp_path / "1", [(0, 4, None, None, 1.0)])).work == {}
+    twice = pooled([work, {}, {"decode": work["decode"]}])
+    assert (twice["decode"].steps, twice["prefill"].steps, twice["decode"].intensity) == (4, 1, 2.0)
+    assert twice["decode"].flops_per_s == work["decode"].flops_per_s and twice["decode"].least == 1.0
 
 
 def test_a_roof_rises_with_the_memory_up_to_the_arithmetic() -> None:
@@ -93,28 +96,6 @@ def test_points_and_roofs_are_those_of_the_records(limited: Report) -> None:
 def test_without_limits_there_are_points_and_no_roof(ladder: Path) -> None:
     found = roofline.chart(load(ladder))
     assert {t["mode"] for t in found.traces} == {"markers"} and "No roof" in found.note
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
-
-
-def test_precision_is_compared_where_nothing_else_differs(ladder: Path) -> None:
-    report = load(ladder)
-    assert [[arm.name for arm in family] for family in families(report.arms)] == [["paged", "int8", "fp8"]]
-    found = precision.chart(report)
-    medians = {t["name"]: t for t in found.traces if t["mode"] == "markers+text"}
-    assert [t["text"] for t in medians.values()] == [["bf16"], ["int8"], ["fp8 (emulated)"]]
-    for arm in report.arms[3:]:
-        if arm.name in medians:
-            assert medians[arm.name]["y"] == [pytest.approx(arm.metrics["output_tokens_per_s"], abs=1e-5)]
-            assert medians[arm.name]["x"] == [325.0]
-    assert medians["fp8"]["marker"]["symbol"].endswith("-open") and "fp8" in found.note
-    assert not medians["int8"]["marker"]["symbol"].endswith("-open")
-
-
-def test_one_precision_is_nothing_to_compare(tmp_path: Path) -> None:
-    found = precision.chart(load(write_run(tmp_path, LADDER[:3], trials=1, num_requests=4)))
-    assert not found.traces and "precision alone" in found.empty
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -41,24 +41,36 @@
   }
 
   function verdict(metric, low, high) {
-    if (low === null || (low <= 1 && 1 <= high)) return "no difference shown";
+    if (!data.directions[metric] || low === null || (low <= 1 && 1 <= high)) return "no difference shown";
     return (low > 1) === (data.directions[metric] > 0) ? "better" : "worse";
   }
 
-  // Trial by trial; a pair with a null or a value that is not above 0 is left out.
-  function ratio(metric, arm, reference) {
-    const logs = [];
+  // Values of the trials that both arms have, and whether these may be compared at all.
+  function pairs(quantity, arm, reference) {
+    const found = [];
     let comparable = true;
     arm.trials.forEach((trial, i) => {
       const j = reference.trials.indexOf(trial);
       if (j < 0) return;
       if (data.comparable[arm.conditions[i]][reference.conditions[j]] !== "1") comparable = false;
-      const ours = arm.values[metric]?.[i], theirs = reference.values[metric]?.[j];
-      if (ours > 0 && theirs > 0) logs.push(Math.log(ours) - Math.log(theirs));
+      found.push([arm.values[quantity]?.[i], reference.values[quantity]?.[j]]);
     });
+    return [comparable, found];
+  }
+
+  // A pair with a null or a value that is not above 0 is left out.
+  function ratio(quantity, arm, reference) {
+    const [comparable, found] = pairs(quantity, arm, reference);
+    const logs = found.filter(([ours, theirs]) => ours > 0 && theirs > 0).map(([ours, theirs]) => Math.log(ours) - Math.log(theirs));
     if (!comparable || !logs.length) return { median: null, low: null, high: null, n: logs.length, verdict: "not comparable" };
     const [low, high] = interval(logs)?.map(Math.exp) ?? [null, null];
-    return { median: Math.exp(median(logs)), low, high, n: logs.length, verdict: verdict(metric, low, high) };
+    return { median: Math.exp(median(logs)), low, high, n: logs.length, verdict: verdict(quantity, low, high) };
+  }
+
+  function difference(quantity, arm, reference) {
+    const [comparable, found] = pairs(quantity, arm, reference);
+    const known = found.filter((pair) => pair.every(Number.isFinite)).map(([ours, theirs]) => ours - theirs);
+    return comparable && known.length ? median(known) : null;
   }
 
   // --- the tables ---------------------------------------------------------------------------------------------------
@@ -135,6 +147,43 @@
     }
   }
 
+  // Cells of the charts' tables that compare the arm of their row: with whom, and by which ratio or difference.
+  const followers = [...document.querySelectorAll("[data-follows]")].map((own) => {
+    const [how, quantity] = own.dataset.follows.split(" ");
+    return { own, how, quantity, now: own, arm: names.indexOf(own.parentNode.cells[0].textContent) };
+  });
+  const signed = { minimumFractionDigits: 2, maximumFractionDigits: 2, signDisplay: "always" };
+
+  function followed({ own, how, quantity, arm }) {
+    const cell = element("td", own.className, "\u2013"), reference = data.arms[state.baseline];
+    if (arm === state.baseline) return cell;
+    if (how === "name") {
+      cell.textContent = reference.name;
+      return cell;
+    }
+    const found = how === "ratio" ? ratio(quantity, data.arms[arm], reference) : null;
+    const value = found ? found.median : difference(quantity, data.arms[arm], reference);
+    if (value === null) return cell;
+    cell.dataset.value = value;
+    cell.textContent = found ? text(found) : (Math.round(100 * value) / 100 + 0).toLocaleString("en-US", signed);
+    return cell;
+  }
+
+  function showFollowers() {
+    for (const each of followers) {
+      const wanted = state.baseline === data.baseline ? each.own : followed(each);
+      each.now.replaceWith(wanted);
+      each.now = wanted;
+    }
+  }
+
+  // For the charts: an arm's ratio to the chosen baseline; null while the page stands as it was made.
+  function against() {
+    if (state.baseline === data.baseline) return null;
+    const none = { median: null, low: null, high: null };
+    return (quantity, arm) => (arm === state.baseline ? none : ratio(quantity, data.arms[arm], data.arms[state.baseline]));
+  }
+
   // Rows that begin with an arm's name, and columns that are headed by one.
   const owned = [];
   for (const table of document.querySelectorAll("table")) {
@@ -152,8 +201,9 @@
     choice.value = String(state.baseline);
     boxes.forEach((box) => (box.checked = !state.hidden.has(Number(box.value))));
     showRatios();
+    showFollowers();
     owned.forEach(([node, arm]) => (node.hidden = state.hidden.has(arm)));
-    return figures.show(state.hidden);
+    return figures.show(state.hidden, against());
   }
 
   function write() {

@@ -7,6 +7,7 @@ const figures = (() => {
   const config = { responsive: true, displaylogo: false, displayModeBar: "hover", showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
   const drawn = new Set();
   let hidden = new Set(); // indices of arms
+  let against = null; // an arm's ratio to the baseline that the reader chose, by a quantity
 
   const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
 
@@ -83,8 +84,19 @@ const figures = (() => {
     return { data: data.filter((trace) => axes.includes(trace.yaxis || "y")), layout: moved };
   }
 
+  // A trace of ratios, a point an arm, told against the chosen baseline.
+  function rebased(trace) {
+    const { follows, points } = trace.meta ?? {};
+    if (!follows || !against) return trace;
+    const found = points.map((arm) => against(follows, arm));
+    const array = found.map(({ median, high }) => (high === null ? null : high - median));
+    const arrayminus = found.map(({ median, low }) => (low === null ? null : median - low));
+    return { ...trace, x: found.map(({ median }) => median), error_x: { ...trace.error_x, array, arrayminus } };
+  }
+
   // What is left of a figure; null if nothing is. Plotly never sees `meta`, which it would read as a template's source.
   function filtered({ data, layout: { meta = {}, ...layout } }) {
+    data = data.map(rebased);
     if (hidden.size) {
       if (meta.arrows) layout.annotations = layout.annotations.filter((_, i) => meta.arrows[i].every((arms) => shown(arms)));
       if (meta.rows) ({ data, layout } = keepRows(data, layout, meta));
@@ -134,10 +146,19 @@ const figures = (() => {
   const attempt = (list) => Promise.all(list.map(draw)).catch(problem);
   const redraw = () => attempt([...drawn]);
 
+  // One after the other, so that the first can be seen while the next one is drawn.
+  async function drawInTurn(list) {
+    for (const chart of list) {
+      await attempt([chart]);
+      await new Promise((done) => setTimeout(done));
+      if (root.dataset.drawn === "1") performance.mark("first chart");
+    }
+  }
+
   const near = new IntersectionObserver((entries) => {
     const arrived = entries.filter((entry) => entry.isIntersecting).map((entry) => entry.target);
     arrived.forEach((chart) => near.unobserve(chart));
-    if (arrived.length) attempt(arrived);
+    drawInTurn(arrived);
   }, { rootMargin: "500px" });
   charts.forEach((chart) => near.observe(chart));
 
@@ -151,8 +172,9 @@ const figures = (() => {
   addEventListener("beforeprint", () => attempt(charts.filter((chart) => !drawn.has(chart))));
 
   return {
-    show(without) {
+    show(without, compared) {
       hidden = without;
+      against = compared;
       return redraw();
     },
   };

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from harness.report.against import difference_cell, name_cell, pairable
 from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report, middle
 from harness.report.figures import TrialFigures
-from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, text_cell
+from harness.report.parts import Chart, Table, label, number_cell, text_cell
 
 PARTS = {
     "attention": ("@prefill", "|"),
@@ -35,6 +34,11 @@ def means_by_trial(arm: Arm) -> dict[str, dict[int, float]]:
     }
 
 
+def quantity(part: str) -> str:
+    """What a part's means by trial are called where a reader compares arms."""
+    return f"decode.{part.replace(' ', '_')}"
+
+
 def chart(report: Report) -> Chart:
     title = "A decode step: attention against the rest"
     found = {arm.name: means_by_trial(arm) for arm in report.arms}
@@ -45,7 +49,7 @@ def chart(report: Report) -> Chart:
     bars, rows = [], []
     for arm in seen:
         ours, below = found[arm.name], report.below(arm)
-        if below not in seen or arm.emulated or (below is not None and below.emulated):
+        if below not in seen or not pairable(arm, below):
             below = None
         theirs = {} if below is None else found[below.name]
         medians = {name: value for name in ours if (value := middle(ours[name].values())) is not None}
@@ -53,21 +57,17 @@ def chart(report: Report) -> Chart:
         cells = [
             *(text_cell(arm.name), number_cell(sum(trial.num_decode_steps for trial in arm.figures.trials), 0)),
             *(number_cell(medians[SEQUENCES], 1), *(number_cell(medians[part], 2) for part in PARTS)),
-            *(text_cell(None if below is None else below.name),),
-            *(_difference(ours[part], theirs.get(part, {})) for part in PARTS),
+            name_cell(below),
+            *(difference_cell(ours[part], theirs.get(part, {}), quantity(part)) for part in PARTS),
         ]
         rows.append(cells)
     traces, layout, height = stacked_bars(PARTS, bars, "mean decode step", "ms")
     note = (
         "Steps that decode and prefill nothing. Attention: storing and reading K/V in all layers; outside forward: "
-        "scheduling, preparing, sampling, drafting. Medians over the ok trials, differences paired by trial, none to "
-        "or from an arm whose speed is emulated; steps with unlike numbers of sequences differ by that too."
+        "scheduling, preparing, sampling, drafting. Medians over the ok trials, differences paired by trial and to "
+        "the arm it builds on or, if one is chosen above, to another baseline, none to or from an arm whose speed is "
+        "emulated; steps with unlike numbers of sequences differ by that too."
     )
     parts = [f"{part} (ms)" for part in PARTS]
     columns = ("arm", "decode steps (n)", "sequences a step", *parts, "difference to", *(f"\u0394 {p}" for p in parts))
     return Chart("decode", title, note, Table(columns, rows), traces, layout, height)
-
-
-def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Cell:
-    value = middle(ours[trial] - theirs[trial] for trial in ours.keys() & theirs.keys())
-    return Cell(MISSING if value is None else f"{round(value, 2) + 0.0:+,.2f}", value)  # no "-0.00"

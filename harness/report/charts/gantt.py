@@ -11,7 +11,7 @@ import numpy.typing as npt
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Cell, Chart, Table, floats, label, number, number_cell, text_cell
+from harness.report.parts import Chart, Table, fixed, floats, label, number_cell, text_cell
 
 Floats = npt.NDArray[np.float64]
 
@@ -79,7 +79,7 @@ def chart(report: Report) -> Chart:
         traces += _traces(lives, rows, axis_name(index))
     note = (
         f"{which_trials(drawn, total)} A row is a request, in the order of their intended arrivals. Hatched: it waits "
-        "to be scheduled; light: scheduled, no token yet; dark: decoding, preemptions included. "
+        "to be scheduled; faint: scheduled, no token yet; strong: decoding, preemptions included. "
         f"{shown:,} of {requests:,} requests, the first of each arm."
     )
     return Chart("gantt", title, note, _table([arm for arm, _ in seen]), traces, layout, height)
@@ -121,10 +121,7 @@ def _table(arms: list[Arm]) -> Table:
     for arm in arms:
         cells = [text_cell(arm.name), number_cell(arm.metrics.get("queueing_s.n"), 0)]
         for metric, _ in COLUMNS:
-            for part in parts:
-                name = f"{metric}.{part}"
-                value = arm.metrics.get(name)
-                cells.append(Cell(number(value, 3), value, (arm.name, "metrics", name)))
+            cells += [arm.cell(f"{metric}.{part}", fixed(3)) for part in parts]
         rows.append(cells)
     named = [f"{shown} {part} (s)" for _, shown in COLUMNS for part in parts]
     return Table(("arm", "requests a trial (n)", *named), rows)

@@ -13,7 +13,7 @@ from harness.records import TrialRecord
 from harness.report.charts.slots import panel_height, used_slots
 from harness.report.data import Arm, Report
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Cell, Chart, Table, floats, number_cell, percent, text_cell
+from harness.report.parts import Chart, Table, floats, number_cell, percent, text_cell
 from harness.report.sampling import extremes
 
 # Part -> meaning and fill; hatching carries what colour alone may not.
@@ -117,12 +117,11 @@ def _table(seen: Sequence[tuple[Arm, TrialRecord]]) -> Table:
     names = ("kv_utilization", "kv_waste.internal", "kv_waste.reserved_ahead", "kv_waste.unusable")
     rows = []
     for arm, trial in seen:
-        values = [(name, arm.metrics.get(name)) for name in names]
         rows.append(
             [
                 text_cell(arm.name),
                 number_cell(float(trial.steps["kv_capacity_tokens"].max()), 0),
-                *(Cell(percent(value), value, (arm.name, "metrics", name)) for name, value in values),
+                *(arm.cell(name, percent) for name in names),
             ]
         )
     return Table(("arm", "capacity (tokens)", "used", "internal", "reserved ahead", "unusable"), rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.metrics import PERCENTILES
 from harness.report.data import Arm, Report
-from harness.report.parts import LEGEND_ABOVE, Cell, Chart, Table, floats, label, number, text_cell
+from harness.report.parts import LEGEND_ABOVE, Chart, Table, fixed, floats, label, text_cell
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,12 @@ def chart(report: Report, what: Latency) -> Chart:
 
 def _table(arms: list[Arm], what: Latency) -> Table:
     parts = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
-    rows = []
-    for arm in arms:
-        cells = [(part, arm.metrics.get(f"{what.metric}.{part}")) for part in parts]
-        n = arm.metrics.get(f"{what.metric}.n")
-        rows.append(
-            [
-                text_cell(arm.name),
-                *(
-                    Cell(number(value, 2, what.scale), value, (arm.name, "metrics", f"{what.metric}.{part}"))
-                    for part, value in cells
-                ),
-                Cell(number(n, 0), n, (arm.name, "metrics", f"{what.metric}.n")),
-            ]
-        )
+    rows = [
+        [
+            text_cell(arm.name),
+            *(arm.cell(f"{what.metric}.{part}", fixed(2, what.scale)) for part in parts),
+            arm.cell(f"{what.metric}.n", fixed(0)),
+        ]
+        for arm in arms
+    ]
     return Table(("arm", *(f"{part} ({what.unit})" for part in parts), "n a trial"), rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from harness.report.against import name_cell, ratio_cell, ratio_to
 from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report, middle
-from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, text_cell
+from harness.report.parts import Chart, Table, label, number_cell, text_cell
 
 STAGES = {"quantize_s": "quantise", "matmul_s": "product", "rescale_s": "rescale"}
 WHOLE = "whole layers"
@@ -29,6 +30,11 @@ def stage_by_trial(arm: Arm, rows: int, name: str) -> dict[int, float]:
 def row_counts(arms: Iterable[Arm]) -> list[int]:
     stages = (entry for arm in arms for trial in arm.ok for entry in trial.run.get("linear_stages") or ())
     return sorted({int(entry["rows"]) for entry in stages})
+
+
+def quantity(rows: int) -> str:
+    """What `apply_s` by trial is called where a reader compares arms."""
+    return f"linear.{rows}"
 
 
 def chart(report: Report) -> Chart:
@@ -53,7 +59,8 @@ def chart(report: Report) -> Chart:
         "Timed after each trial's window: all linear layers but the head, random activations, at as many rows (tokens "
         "of a step) as stand beside the arm's name. The stages are timed one after the other; a kernel that fuses them "
         "takes less than their sum, as the table's whole layers show. Medians over the ok trials, ratios paired by "
-        "trial; none where an arm's arithmetic is emulated."
+        "trial, to the arm it builds on or, if one is chosen above, to another baseline; none where an arm's "
+        "arithmetic is emulated."
     )
     return Chart("linear", title, note, _table(report, counts), traces, layout, height)
 
@@ -69,15 +76,8 @@ def _table(report: Report, counts: list[int]) -> Table:
             stages = [middle(stage_by_trial(arm, rows, name).values()) for name in STAGES]
             cells: list[Any] = [text_cell(arm.name), number_cell(rows, 0)]
             cells += [number_cell(value, 2, 1e3) for value in (middle(whole.values()), *stages)]
-            cells += [text_cell(None if below is None else below.name), _ratio(arm, below, rows)]
+            theirs = {} if below is None else stage_by_trial(below, rows, "apply_s")
+            cells += [name_cell(below), ratio_cell(ratio_to(report, arm, below, whole, theirs), quantity(rows))]
             table.append(cells)
     columns = ("arm", "rows", f"{WHOLE} (ms)", *(f"{part} (ms)" for part in STAGES.values()), "ratio to", WHOLE)
     return Table(columns, table)
-
-
-def _ratio(arm: Arm, below: Arm | None, rows: int) -> Cell:
-    if below is None or arm.emulated or below.emulated:
-        return Cell(MISSING)
-    ours, theirs = (stage_by_trial(each, rows, "apply_s") for each in (arm, below))
-    value = middle(ours[trial] / theirs[trial] for trial in ours.keys() & theirs.keys())
-    return Cell(MISSING if value is None else f"{value:.2f}x", value)

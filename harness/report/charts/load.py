@@ -9,18 +9,7 @@ from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
-from harness.report.parts import (
-    LEGEND_ABOVE,
-    Cell,
-    Chart,
-    Table,
-    floats,
-    label,
-    number,
-    number_cell,
-    percent,
-    text_cell,
-)
+from harness.report.parts import LEGEND_ABOVE, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
 from harness.statistics import interval
 from harness.summary import flatten
 
@@ -113,7 +102,7 @@ def chart(report: Report) -> Chart:
         colour = f"@arm{(number_of + 1) % 7}"
         for index, panel in enumerate(PANELS):
             for line in panel.lines:
-                traces += _line(name, swept, index, panel, line, colour)
+                traces += _line(name, swept, index, panel, line, colour, report.confidence)
     references = _references(arms)
     traces += references
     layout: dict[str, Any] = {"legend": LEGEND_ABOVE, "showlegend": True, "hovermode": "closest", "annotations": []}
@@ -139,11 +128,11 @@ def chart(report: Report) -> Chart:
         )
     layout["annotations"] += [_called(line) for line in references]
     note = (
-        "Large: median over the trials of each trial's figure, with a 95 % interval where there are at least "
-        f"{INTERVAL_FROM}; small: each trial. Open loop: requests come when they are due, however many wait, so beyond "
-        "saturation TTFT grows with the length of the run. Percentiles are over the requests due in the window; n is "
-        "in the table. Between two rates nothing was measured. Grey: the SLO's limits, and as many requests as are "
-        "offered. The SLO bounds each request's TPOT, its mean time per token, and not its gaps."
+        f"Large: median over the trials of each trial's figure, with a {percent(report.confidence, 0)} interval where "
+        f"there are at least {INTERVAL_FROM}; small: each trial. Open loop: requests come when they are due, however "
+        "many wait, so beyond saturation TTFT grows with the length of the run. Percentiles are over the requests due "
+        "in the window; n is in the table. Between two rates nothing was measured. Grey: the SLO's limits, and as many "
+        "requests as are offered. The SLO bounds each request's TPOT, its mean time per token, and not its gaps."
     )
     return Chart("load", title, note, _table(found), traces, layout, 430)
 
@@ -153,7 +142,9 @@ def _axes(index: int) -> dict[str, str]:
     return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
 
 
-def _line(name: str, arms: Sequence[Arm], index: int, panel: Panel, line: Line, colour: str) -> list[dict[str, Any]]:
+def _line(
+    name: str, arms: Sequence[Arm], index: int, panel: Panel, line: Line, colour: str, confidence: float
+) -> list[dict[str, Any]]:
     """The medians with their intervals, and every trial behind them."""
     shown = f"{label(name, 40)}: {line.shown}" if name else line.shown
     rates = [offered_rate(arm) for arm in arms]
@@ -161,7 +152,9 @@ def _line(name: str, arms: Sequence[Arm], index: int, panel: Panel, line: Line, 
     trials = [
         [v for t in arm.ok if (v := _scaled(values_of(t).get(line.metric), panel.scale)) is not None] for arm in arms
     ]
-    ends = [_interval(values) if known is not None else None for values, known in zip(trials, medians, strict=True)]
+    ends = [
+        None if known is None else _interval(values, confidence) for values, known in zip(trials, medians, strict=True)
+    ]
     above = [None if e is None or m is None else e[1] - m for e, m in zip(ends, medians, strict=True)]
     below = [None if e is None or m is None else m - e[0] for e, m in zip(ends, medians, strict=True)]
     small = [(arm, rate, v) for arm, rate, values in zip(arms, rates, trials, strict=True) for v in values]
@@ -204,11 +197,11 @@ def _scaled(value: float | None, scale: float) -> float | None:
     return None if value is None or not math.isfinite(value) else value * scale
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
+def _interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
     """Of the centre of the trials' values, by the rules for ratios: of their logarithms."""
     if len(values) < INTERVAL_FROM or min(values) <= 0:
         return None
-    found = interval([math.log(value) for value in values])
+    found = interval([math.log(value) for value in values], confidence)
     return None if found is None else (math.exp(found[0]), math.exp(found[1]))
 
 
@@ -256,11 +249,9 @@ def _table(found: Sequence[tuple[str, Sequence[Arm]]]) -> Table:
         for arm in arms:
             cells = [text_cell(arm.name), *([text_cell(name)] if several else []), number_cell(offered_rate(arm), 2)]
             for metric, digits, scale in _COLUMNS:
-                value = arm.metrics.get(metric)
-                cells.append(Cell(number(value, digits, scale), value, (arm.name, "metrics", metric)))
-            share = arm.metrics.get("slo_attainment")
+                cells.append(arm.cell(metric, fixed(digits, scale)))
             cells += [
-                Cell(percent(share), share, (arm.name, "metrics", "slo_attainment")),
+                arm.cell("slo_attainment", percent),
                 number_cell(arm.metrics.get("ttft_s.n"), 0),
                 number_cell(arm.metrics.get("itl_s.n"), 0),
                 number_cell(len(arm.ok), 0),

@@ -1,113 +1,235 @@
-"""Precision: what fewer bytes of weights give in speed, and what they cost in quality."""
+"""Fewer bytes for weights or for keys and values: what they give in speed, and what they cost in quality."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
-from harness.report.parts import Cell, Chart, Table, byte_size, floats, label, number, number_cell, percent, text_cell
+from harness.report.parts import Cell, Chart, Table, byte_size, fixed, floats, label, number_cell, percent, text_cell
 
-QUALITY = ("equivalence", "top1_agreement", "kl_vs_bf16", "perplexity")
+SPEED = "output_tokens_per_s"
+PANEL_PX, QUALITY_PX, GAP_PX, MARGIN = 260, 120, 26, {"l": 58, "r": 14, "t": 24, "b": 46}
 
 
-def precision_of(arm: Arm) -> str | None:
-    name = (arm.config.get("precision") or {}).get("name")
+@dataclass(frozen=True)
+class Kept:
+    """Something that is kept in numbers of some kind, an option of ``group``; ``size`` of it in bytes."""
+
+    key: str
+    group: str
+    what: str
+    size: Callable[[Arm], float | None]
+    unit: str
+    scale: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A metric of what the numbers cost; ``from_zero``: the axis starts there."""
+
+    metric: str
+    shown: str
+    text: Callable[[float | None], str]
+    unit: str = ""
+    scale: float = 1.0
+    from_zero: bool = False
+
+    @property
+    def axis(self) -> str:
+        return f"{self.shown} ({self.unit})" if self.unit else self.shown
+
+
+def weights_bytes(arm: Arm) -> float | None:
+    return arm.metrics.get("weights_bytes")
+
+
+def kv_bytes_a_token(arm: Arm) -> float | None:
+    """The budget over the positions that it holds."""
+    budget = (arm.config.get("kv_cache") or {}).get("budget_bytes")
+    if arm.shown is None or not isinstance(budget, int | float):
+        return None
+    capacity = max(filter(None, arm.shown.table("steps", ("kv_capacity_tokens",))[0].to_pylist()), default=None)
+    return None if capacity is None else budget / capacity
+
+
+WEIGHTS = Kept(
+    *("precision", "precision", "weights", weights_bytes, "MB", 1e-6),
+    note="Weights: as they are resident, with tables, the embedding and the head.",
+)
+KEYS_AND_VALUES = Kept(
+    *("kvdtype", "kv_dtype", "K/V of a token", kv_bytes_a_token, "kB", 1e-3),
+    note="K/V of a token: the cache's budget over the positions that it holds.",
+)
+EQUAL_OUTPUT = Quality("equivalence", "equal output", percent)
+DRAWN = (
+    Quality("perplexity", "perplexity", fixed(3)),
+    Quality("kl_vs_bf16", "KL to bf16", fixed(5), "nat", from_zero=True),
+    Quality("top1_agreement", "top-1 agreement", percent, "%", 100.0),
+)
+
+
+def option(arm: Arm, group: str) -> str | None:
+    name = (arm.config.get(group) or {}).get("name")
     return None if name is None else str(name)
 
 
-def families(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Arms whose settings agree in all but the precision, of which each family has at least two."""
+def families(arms: Sequence[Arm], group: str) -> list[list[Arm]]:
+    """Arms whose settings agree in all but one option, of which each family has at least two."""
     found: dict[tuple[str, ...], list[Arm]] = {}
     for arm in arms:
         settings = (str(setting) for setting in arm.plan.get("overrides") or ())
-        others = tuple(setting for setting in settings if not setting.startswith(("precision=", "precision.")))
-        if precision_of(arm) is not None:
+        others = tuple(setting for setting in settings if not setting.startswith((f"{group}=", f"{group}.")))
+        if option(arm, group) is not None:
             found.setdefault(others, []).append(arm)
-    return [family for family in found.values() if len({precision_of(arm) for arm in family}) > 1]
+    return [family for family in found.values() if len({option(arm, group) for arm in family}) > 1]
+
+
+def chart(report: Report, kept: Kept) -> Chart:
+    title = f"{kept.group.replace('_', ' ').capitalize()}: bytes of {kept.what} against speed and quality"
+    found = families(report.arms, kept.group)
+    sizes = {
+        arm.index: size for family in found for arm in family if (size := kept.size(arm)) and arm.metrics.get(SPEED)
+    }
+    seen = [arm for arm in report.arms if arm.index in sizes]
+    if not seen:
+        nothing = f"No two arms differ in their {kept.group} alone, each with a size and a speed."
+        return Chart(kept.key, title, "", Table((), ()), empty=nothing)
+    drawn = [quality for quality in DRAWN if any(arm.metrics.get(quality.metric) is not None for arm in seen)]
+    traces = [_joined(family, sizes, kept) for family in found] if len(found) > 1 else []
+    for arm in seen:
+        size = sizes[arm.index] * kept.scale
+        traces += _speed(arm, size, kept)
+        traces += [_quality(arm, size, quality, index) for index, quality in enumerate(drawn)]
+    layout, height = _layout(seen, sizes, kept, drawn)
+    note = (
+        f"Arms that differ in their {kept.group} alone{', joined by a line' if len(found) > 1 else ''}. Filled: median "
+        f"of the trials; open: each trial. {kept.note} Fewer bits change what the model says: what was measured of "
+        "that is drawn below the speed and stands in the table (equal output: requests whose every token is the "
+        "reference's)."
+    )
+    if not drawn:
+        note += " No quality was measured here."
+    if any(arm.emulated for arm in seen):
+        note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
+    return Chart(kept.key, title, note, _table(seen, sizes, kept, drawn), traces, layout, height)
 
 
 def output_rate(trial: TrialRecord) -> float | None:
-    rate: float | None = trial.run["metrics"].get("output_tokens_per_s")
+    rate: float | None = trial.run["metrics"].get(SPEED)
     return rate
 
 
-def chart(report: Report) -> Chart:
-    title = "Precision: bytes of weights against speed"
-    seen = [
-        arm
-        for family in families(report.arms)
-        for arm in family
-        if arm.metrics.get("weights_bytes") and arm.metrics.get("output_tokens_per_s")
+def _joined(family: Sequence[Arm], sizes: Mapping[int, float], kept: Kept) -> dict[str, Any]:
+    """A line through the speeds of a family that are its own."""
+    points = [(sizes[arm.index], arm) for arm in family if arm.index in sizes and not arm.emulated]
+    points.sort(key=lambda point: point[0])
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": floats((size * kept.scale for size, _ in points), 3),
+        "y": floats(arm.metrics[SPEED] for _, arm in points),
+        "line": {"color": "@muted", "width": 1, "dash": "dot"},
+        "hoverinfo": "skip",
+        "meta": {"points": [arm.index for _, arm in points]},
+    }
+
+
+def _shared(arm: Arm) -> dict[str, Any]:
+    return {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name), "cliponaxis": False}
+
+
+def _speed(arm: Arm, size: float, kept: Kept) -> list[dict[str, Any]]:
+    """Every trial, and their median with the option's name."""
+    trials = list(arm.by_trial(output_rate).values())
+    look = {"color": arm.colour, "symbol": f"{arm.marker}-open"}
+    return [
+        {
+            **_shared(arm),
+            "mode": "markers",
+            "x": floats([size] * len(trials), 3),
+            "y": floats(trials),
+            "marker": {**look, "size": 7},
+            "opacity": 0.55,
+            "hovertemplate": "%{fullData.name}, one trial<br>%{y:.1f} tok/s<extra></extra>",
+        },
+        {
+            **_shared(arm),
+            "mode": "markers+text",
+            "x": floats([size], 3),
+            "y": floats([arm.metrics[SPEED]]),
+            "text": [f"{label(option(arm, kept.group), 16)}{' (emulated)' if arm.emulated else ''}"],
+            "textposition": "top center",
+            "marker": {**look, "size": 12, **({} if arm.emulated else {"symbol": arm.marker})},
+            "hovertemplate": f"%{{fullData.name}}<br>%{{y:.1f}} tok/s with %{{x:.4g}} {kept.unit}<extra></extra>",
+        },
     ]
-    if not seen:
-        nothing = "No two arms differ in their precision alone, each with a size and a speed."
-        return Chart("precision", title, "", Table((), ()), empty=nothing)
-    traces: list[dict[str, Any]] = []
-    for arm in seen:
-        megabytes = (arm.metrics["weights_bytes"] or 0) * 1e-6
-        trials = list(arm.by_trial(output_rate).values())
-        shared = {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name), "cliponaxis": False}
-        look = {"color": arm.colour, "symbol": f"{arm.marker}-open"}
-        traces += [
-            {
-                **shared,
-                "mode": "markers",
-                "x": floats([megabytes] * len(trials), 2),
-                "y": floats(trials),
-                "marker": {**look, "size": 7},
-                "opacity": 0.55,
-                "hovertemplate": "%{fullData.name}, one trial<br>%{y:.1f} tok/s<extra></extra>",
-            },
-            {
-                **shared,
-                "mode": "markers+text",
-                "x": floats([megabytes], 2),
-                "y": floats([arm.metrics["output_tokens_per_s"]]),
-                "text": [f"{label(precision_of(arm), 16)}{' (emulated)' if arm.emulated else ''}"],
-                "textposition": "top center",
-                "marker": {**look, "size": 12, **({} if arm.emulated else {"symbol": arm.marker})},
-                "hovertemplate": "%{fullData.name}, median<br>%{y:.1f} tok/s with %{x:.0f} MB<extra></extra>",
-            },
-        ]
-    highest = max(arm.metrics["output_tokens_per_s"] or 0 for arm in seen)
-    largest = max(arm.metrics["weights_bytes"] or 0 for arm in seen) * 1e-6
-    layout = {
-        "xaxis": {"title": {"text": "resident weights (MB)"}, "range": [0, round(1.12 * largest, 3)]},
-        "yaxis": {"title": {"text": "output of the machine (tok/s)"}, "range": [0, round(1.14 * highest, 3)]},
+
+
+def _quality(arm: Arm, size: float, quality: Quality, index: int) -> dict[str, Any]:
+    value = arm.metrics.get(quality.metric)
+    return {
+        **_shared(arm),
+        "mode": "markers",
+        "x": floats([size], 3),
+        "y": floats([None if value is None else value * quality.scale], 6),
+        "marker": {"color": arm.colour, "symbol": arm.marker, "size": 10},  # emulated arithmetic has its real quality
+        "hovertemplate": f"%{{fullData.name}}<br>{quality.shown} %{{y:.5g}} {quality.unit}<extra></extra>",
+        "yaxis": f"y{index + 2}",
+    }
+
+
+def _layout(
+    seen: Sequence[Arm], sizes: Mapping[int, float], kept: Kept, drawn: Sequence[Quality]
+) -> tuple[dict[str, Any], int]:
+    """The speed above, a lower panel for each quality, on one axis of bytes."""
+    inner = PANEL_PX + (QUALITY_PX + GAP_PX) * len(drawn)
+    highest = max(arm.metrics[SPEED] or 0 for arm in seen)
+    layout: dict[str, Any] = {
+        "margin": MARGIN,
+        "xaxis": {
+            "title": {"text": f"{kept.what} ({kept.unit})"},
+            "range": [0, round(1.12 * max(sizes.values()) * kept.scale, 4)],
+            "anchor": f"y{len(drawn) + 1}" if drawn else "y",
+        },
+        "yaxis": {
+            "title": {"text": "output of the machine (tok/s)"},
+            "range": [0, round(1.14 * highest, 3)],
+            "domain": [1 - PANEL_PX / inner, 1],
+        },
         "showlegend": False,
         "hovermode": "closest",
     }
-    note = (
-        "Arms that differ in their precision alone. Filled: median of the trials; open: each trial. Tables, the "
-        "embedding and the head included. Precision changes what the model says: its quality stands in the table, as "
-        "far as it was measured (equal output: requests whose every token is the reference's)."
-    )
-    if any(arm.emulated for arm in seen):
-        note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart("precision", title, note, _table(seen), traces, layout, 380)
+    for index, quality in enumerate(drawn):
+        top = inner - PANEL_PX - GAP_PX - index * (QUALITY_PX + GAP_PX)
+        layout[f"yaxis{index + 2}"] = {
+            "title": {"text": quality.axis},
+            "domain": [max(0.0, (top - QUALITY_PX) / inner), top / inner],
+            "anchor": "x",
+            "nticks": 4,
+            **({"rangemode": "tozero"} if quality.from_zero else {}),
+        }
+    return layout, inner + MARGIN["t"] + MARGIN["b"]
 
 
-def _table(arms: Sequence[Arm]) -> Table:
+def _table(arms: Sequence[Arm], sizes: Mapping[int, float], kept: Kept, drawn: Sequence[Quality]) -> Table:
+    qualities = (EQUAL_OUTPUT, *drawn)
     rows = []
     for arm in arms:
-        m = arm.metrics
-        cells = [
-            text_cell(arm.name),
-            text_cell(precision_of(arm)),
-            Cell(byte_size(m["weights_bytes"]), m["weights_bytes"], (arm.name, "metrics", "weights_bytes")),
-        ]
-        shown = (
-            ("output_tokens_per_s", number(m["output_tokens_per_s"], 1)),
-            ("itl_s.p50", number(m.get("itl_s.p50"), 1, 1e3)),
-            *((name, _quality(name, m.get(name))) for name in QUALITY),
+        size = Cell(byte_size(sizes[arm.index]), sizes[arm.index])
+        rows.append(
+            [
+                text_cell(arm.name),
+                text_cell(option(arm, kept.group)),
+                arm.cell("weights_bytes", byte_size) if kept is WEIGHTS else size,
+                arm.cell(SPEED, fixed(1)),
+                arm.cell("itl_s.p50", fixed(1, 1e3)),
+                *(arm.cell(quality.metric, quality.text) for quality in qualities),
+                number_cell(len(arm.ok), 0),
+            ]
         )
-        cells += [Cell(text, m.get(name), (arm.name, "metrics", name) if name in m else ()) for name, text in shown]
-        rows.append([*cells, number_cell(len(arm.ok), 0)])
-    columns = ("arm", "precision", "weights", "output tok/s", "ITL p50 (ms)", "equal output", "top-1 agreement")
-    return Table((*columns, "KL to bf16 (nat)", "perplexity", "trials (n)"), rows)
-
-
-def _quality(name: str, value: float | None) -> str:
-    return percent(value) if name in ("equivalence", "top1_agreement") else number(value, 4)
+    columns = ("arm", kept.group.replace("_", " "), kept.what, "output tok/s", "ITL p50 (ms)")
+    return Table((*columns, *(quality.axis for quality in qualities), "trials (n)"), rows)

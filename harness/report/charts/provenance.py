@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
-from harness.report.parts import Cell, Table, byte_size, number_cell, percent_cell, text_cell
+from harness.report.parts import Cell, Table, byte_size, number_cell, percent, percent_cell, text_cell
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _blocks(report: Report) -> str:
     if plan.get("half_width") is None:
         return f"{plan['trials']} trials, interleaved"
     ran = max((len(arm.trials) for arm in report.arms), default=0)
-    rule = f"{100 * plan['half_width']:g} % on either side, 98 % intervals"
+    rule = f"{100 * plan['half_width']:g} % on either side, {percent(report.confidence, 0)} intervals"
     end = "" if ran < plan["trials"] else "; stopped by the limit"
     return f"{ran} of at most {plan['trials']} trials, interleaved; adaptive: {rule}{end}"
 

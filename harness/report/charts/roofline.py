@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from harness.records import TrialRecord
 from harness.report.data import Arm, Report, middle
 from harness.report.figures import step_columns
 from harness.report.parts import (
@@ -25,31 +21,11 @@ from harness.report.parts import (
     text_cell,
 )
 from harness.report.sampling import extremes
+from harness.report.work import COLUMNS, Work, pooled, step_work
 
-Floats = npt.NDArray[np.float64]
-
-KINDS = {"prefill": "", "decode": "-open"}  # kind of step -> what its marker's name ends in
-FIELDS = ("flops", "bytes", "seconds")
+SYMBOLS = {"prefill": "", "decode": "-open"}  # kind of step -> what its marker's name ends in
 STEPS_A_KIND = 60
 LABELLED_ROOFS = 4
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """FLOPs, bytes moved and seconds, a value a step."""
-
-    flops: Floats
-    bytes: Floats
-    seconds: Floats
-
-    @property
-    def intensity(self) -> float:
-        """FLOP per byte over all steps."""
-        return float(self.flops.sum() / self.bytes.sum())
-
-    @property
-    def flops_per_s(self) -> float:
-        return float(self.flops.sum() / self.seconds.sum())
 
 
 @dataclass(frozen=True)
@@ -69,27 +45,6 @@ class Roof:
         return self.flops_per_s / self.bytes_per_s
 
 
-def step_work(trial: TrialRecord) -> dict[str, StepWork]:
-    """Of the steps whose FLOPs and bytes are known: those that prefill anything, and those that only decode."""
-    steps = step_columns(trial, ("prefill_tokens", "decode_tokens", "flops", "bytes", "start_s", "end_s"))
-    prefill, decode = steps["prefill_tokens"], steps["decode_tokens"]
-    flops, moved = steps["flops"], steps["bytes"]
-    seconds = steps["end_s"] - steps["start_s"]
-    known = (flops > 0) & (moved > 0) & (seconds > 0)
-    kinds = {"prefill": known & (prefill > 0), "decode": known & (prefill == 0) & (decode > 0)}
-    return {kind: StepWork(flops[of], moved[of], seconds[of]) for kind, of in kinds.items() if of.any()}
-
-
-def pooled(trials: Iterable[TrialRecord]) -> dict[str, StepWork]:
-    """All trials' steps, by kind."""
-    found = [step_work(trial) for trial in trials]
-    return {
-        kind: StepWork(*(np.concatenate([getattr(work[kind], f) for work in having]) for f in FIELDS))
-        for kind in KINDS
-        if (having := [work for work in found if kind in work])
-    }
-
-
 def roof(arm: Arm) -> Roof | None:
     """Medians of its ok trials' limits; None if either is unknown."""
     limits = [trial.run["limits"] or {} for trial in arm.ok]
@@ -101,7 +56,7 @@ def roof(arm: Arm) -> Roof | None:
 def chart(report: Report) -> Chart:
     title = "Roofline: prefill and decode steps under the machine's roof"
     counted = [arm for arm in report.arms if not arm.emulated]
-    found = {arm.index: work for arm in counted if (work := pooled(arm.ok))}
+    found = {arm.index: work for arm in counted if (work := work_of(arm))}
     seen = [arm for arm in counted if arm.index in found]
     if not seen:
         nothing = "No ok trial at a speed of its own recorded the FLOPs and bytes of its steps."
@@ -109,9 +64,9 @@ def chart(report: Report) -> Chart:
     roofs = {arm.index: known for arm in seen if (known := roof(arm)) is not None}
     limit = report.points(STEPS_A_KIND, 10)
     traces = [trace for arm in seen for trace in _points(arm, found[arm.index], limit)]
-    spread = [work.flops / work.bytes for works in found.values() for work in works.values()]
-    reach = [*(float(values.min()) for values in spread), *(float(values.max()) for values in spread)]
-    traces += _roof_lines([arm for arm in seen if arm.index in roofs], roofs, min(reach) / 1.5, max(reach) * 1.5)
+    works = [work for by_kind in found.values() for work in by_kind.values()]
+    start, end = min(work.least for work in works) / 1.5, max(work.most for work in works) * 1.5
+    traces += _roof_lines([arm for arm in seen if arm.index in roofs], roofs, start, end)
     layout = {
         "xaxis": {"type": "log", "dtick": "D2", "title": {"text": "FLOP per byte moved (FLOP/B, log scale)"}},
         "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "GFLOP/s (log scale)"}},
@@ -119,7 +74,7 @@ def chart(report: Report) -> Chart:
         "showlegend": True,
         "hovermode": "closest",
     }
-    steps = sum(len(work.flops) for works in found.values() for work in works.values())
+    steps = sum(work.steps for work in works)
     small = sum(len(trace["x"]) for trace in traces if "opacity" in trace)
     note = (
         "Large: all steps of a kind together, over the ok trials; small: single steps of one trial. Filled: steps that "
@@ -134,12 +89,17 @@ def chart(report: Report) -> Chart:
     return Chart("roofline", title, note, _table(seen, found, roofs), traces, layout, 420)
 
 
-def _points(arm: Arm, works: Mapping[str, StepWork], limit: int) -> list[dict[str, Any]]:
-    shown = step_work(arm.ok[0])
+def work_of(arm: Arm) -> dict[str, Work]:
+    """By kind, of the steps of all its ok trials."""
+    return pooled(trial.work for trial in arm.figures.trials)
+
+
+def _points(arm: Arm, works: Mapping[str, Work], limit: int) -> list[dict[str, Any]]:
+    shown = step_work(step_columns(arm.ok[0], COLUMNS))
     traces: list[dict[str, Any]] = []
     for kind, work in works.items():
         shared = {"type": "scatter", "mode": "markers", "legendgroup": str(arm.index), "name": label(arm.name, 32)}
-        symbol = arm.marker + KINDS[kind]
+        symbol = arm.marker + SYMBOLS[kind]
         if kind in shown:
             flops, moved, seconds = shown[kind].flops, shown[kind].bytes, shown[kind].seconds
             kept = extremes([flops / seconds], limit)
@@ -159,7 +119,12 @@ def _points(arm: Arm, works: Mapping[str, StepWork], limit: int) -> list[dict[st
                 **shared,
                 "x": floats([work.intensity]),
                 "y": floats([work.flops_per_s * 1e-9]),
-                "marker": {"symbol": symbol, "size": 13, "color": arm.colour, "line": {"width": 2}},
+                "marker": {
+                    "symbol": symbol,
+                    "size": 13,
+                    "color": arm.colour,
+                    "line": {"width": 2, "color": arm.colour},
+                },
                 "showlegend": kind == next(iter(works)),
                 "hovertemplate": f"%{{fullData.name}}, {kind}<br>%{{y:.3g}} GFLOP/s, %{{x:.3g}} FLOP/B<extra></extra>",
             }
@@ -172,7 +137,7 @@ def _roof_lines(arms: list[Arm], roofs: Mapping[int, Roof], start: float, end: f
     by_roof: dict[Roof, list[Arm]] = {}
     for arm in arms:
         by_roof.setdefault(roofs[arm.index], []).append(arm)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for found, under in by_roof.items():
         names = list(dict.fromkeys(str((arm.config.get("precision") or {}).get("name") or arm.name) for arm in under))
         points = sorted({start, min(max(found.ridge, start), end), end})
@@ -186,7 +151,7 @@ def _roof_lines(arms: list[Arm], roofs: Mapping[int, Roof], start: float, end: f
                 "x": floats(points, 4),
                 "y": floats([found.at(point) * 1e-9 for point in points], 4),
                 "text": labels,
-                "textposition": "top left",
+                "textposition": ("top left", "bottom left")[len(lines) % 2],  # roofs that meet keep their names apart
                 "cliponaxis": False,
                 "line": {"color": "@muted", "width": 1.6},
                 "showlegend": False,
@@ -197,7 +162,7 @@ def _roof_lines(arms: list[Arm], roofs: Mapping[int, Roof], start: float, end: f
     return lines
 
 
-def _table(arms: list[Arm], found: Mapping[int, Mapping[str, StepWork]], roofs: Mapping[int, Roof]) -> Table:
+def _table(arms: list[Arm], found: Mapping[int, Mapping[str, Work]], roofs: Mapping[int, Roof]) -> Table:
     rows = []
     for arm in arms:
         known = roofs.get(arm.index)
@@ -208,7 +173,7 @@ def _table(arms: list[Arm], found: Mapping[int, Mapping[str, StepWork]], roofs: 
                 [
                     text_cell(arm.name),
                     text_cell(kind),
-                    number_cell(len(work.flops), 0),
+                    number_cell(work.steps, 0),
                     number_cell(work.intensity, 2),
                     number_cell(work.flops_per_s, 2, 1e-9),
                     number_cell(work.flops_per_s / work.intensity, 2, 1e-9),

@@ -12,7 +12,7 @@ import pandas as pd
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Cell, Chart, Table, floats, label, number_cell, percent, percent_cell, text_cell
+from harness.report.parts import Chart, Table, floats, label, number_cell, percent, percent_cell, text_cell
 
 PREFILL, DECODE, DEAD = "prefill", "decode", "dead"
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -184,7 +184,6 @@ def _table(seen: list[tuple[Arm, Occupancy]]) -> Table:
     columns = ("arm", "slots", "slots used", "until first token", "decoding", "dead", "empty", "utilisation, some wait")
     rows = []
     for arm, occupied in seen:
-        utilisation = arm.metrics.get("slot_utilization")
         rows.append(
             [
                 text_cell(arm.name),
@@ -192,7 +191,7 @@ def _table(seen: list[tuple[Arm, Occupancy]]) -> Table:
                 number_cell(occupied.used_slots, 0),
                 *(percent_cell(occupied.share(state)) for state in STATES),
                 percent_cell(occupied.empty_share),
-                Cell(percent(utilisation), utilisation, (arm.name, "metrics", "slot_utilization")),
+                arm.cell("slot_utilization", percent),
             ]
         )
     return Table(columns, rows)

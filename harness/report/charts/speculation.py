@@ -72,10 +72,7 @@ def _table(arms: list[Arm]) -> Table:
     for arm in arms:
         trials = arm.figures.trials
         drafted, accepted = sum(t.draft_tokens for t in trials), sum(t.accepted_tokens for t in trials)
-        cells = []
-        for name, text in METRICS:
-            value = arm.metrics.get(name)
-            cells.append(Cell(text(value), value, (arm.name, "metrics", name)))
+        cells = [arm.cell(name, text) for name, text in METRICS]
         rows.append([text_cell(arm.name), Cell(f"{drafted:,}", drafted), Cell(f"{accepted:,}", accepted), *cells])
     columns = ("arm", "drafted (all trials)", "accepted", "acceptance rate", "tokens a step", "distinct 4-grams")
     return Table(columns, rows)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
 from harness.records import TrialRecord
-from harness.report.data import Arm, Report
+from harness.report.data import Report
 from harness.report.panels import panel_arms, time_range, which_trials
 from harness.report.parts import LEGEND_ABOVE, Chart, Table, floats, label, number_cell, text_cell
 from harness.report.sampling import extremes
+
+Floats = npt.NDArray[np.float64]
 
 # (source, name) -> panel title, unit, scale; in the order of the panels.
 SERIES = (
@@ -36,7 +37,17 @@ PANEL_PX = 150
 def chart(report: Report) -> Chart:
     title = "Telemetry: what the machine did meanwhile"
     drawn, total = panel_arms(report)
-    panels = [(found, *series) for series in SERIES if (found := _lines(drawn, series[0], series[1]))]
+    seen = [(arm, _samples(trial)) for arm, trial in drawn]
+    panels = []
+    for pattern, name, meaning, unit, scale in SERIES:
+        lines = [
+            (arm, source, line)
+            for arm, found in seen
+            for source, line in found.get(name, {}).items()
+            if re.fullmatch(pattern, source)
+        ]
+        if lines:
+            panels.append((lines, meaning, unit, scale))
     if not panels:
         return Chart("telemetry", title, "", Table((), ()), empty="No telemetry was recorded.")
     span = time_range(drawn)
@@ -50,7 +61,7 @@ def chart(report: Report) -> Chart:
     }
     cells, named = [], set()
     shown = points = 0
-    for index, (found, _, _, meaning, unit, scale) in enumerate(panels):
+    for index, (lines, meaning, unit, scale) in enumerate(panels):
         suffix = "" if index == 0 else str(index + 1)
         row, column = divmod(index, 2)
         top = 1 - (row + 0.16) / rows
@@ -69,8 +80,8 @@ def chart(report: Report) -> Chart:
                 **{"xanchor": "left", "yanchor": "bottom"},
             }
         )
-        for arm, source, samples in found:
-            times, values = samples["t_s"].to_numpy(float), samples["value"].to_numpy(float) * scale
+        for arm, source, (times, recorded) in lines:
+            values = recorded * scale
             kept = extremes([values], report.points(POINTS_A_LINE))
             shown, points = shown + len(kept), points + len(values)
             traces.append(
@@ -105,12 +116,10 @@ def chart(report: Report) -> Chart:
     return Chart("telemetry", title, note, table, traces, layout, 90 + PANEL_PX * rows)
 
 
-def _lines(drawn: Sequence[tuple[Arm, TrialRecord]], pattern: str, name: str) -> list[tuple[Arm, str, pd.DataFrame]]:
-    """Each arm's samples of one quantity, by source; a field that a device never answered has no line."""
-    found = []
-    for arm, trial in drawn:
-        samples = trial.telemetry[trial.telemetry["name"] == name].dropna(subset=["t_s", "value"])
-        for source in sorted(set(samples["source"].dropna())):
-            if re.fullmatch(pattern, source):
-                found.append((arm, source, samples[samples["source"] == source].sort_values("t_s")))
+def _samples(trial: TrialRecord) -> dict[str, dict[str, tuple[Floats, Floats]]]:
+    """Times and values by quantity and source, in time; a field that a device never answered is not there."""
+    known = trial.telemetry.dropna(subset=["t_s", "value", "source"]).sort_values("t_s", kind="stable")
+    found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
+    for (name, source), samples in known.groupby(["name", "source"]):
+        found.setdefault(str(name), {})[str(source)] = samples["t_s"].to_numpy(float), samples["value"].to_numpy(float)
     return found

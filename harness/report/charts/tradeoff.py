@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.report.data import Arm, Report
-from harness.report.parts import Cell, Chart, Table, floats, label, number, number_cell, text_cell
+from harness.report.parts import Chart, Table, fixed, floats, label, number_cell, text_cell
 
 BOTH = "%{y:.1f} tok/s, %{x:.1f} tok/s per user<extra></extra>"
 LABELLED_ARMS = 12  # more labels than that cover one another
@@ -102,12 +102,11 @@ def _room(points: Mapping[str, tuple[float, float]], coordinate: int) -> float:
 def _table(arms: list[Arm], points: Mapping[str, tuple[float, float]]) -> Table:
     rows = []
     for arm in arms:
-        rate, itl = arm.metrics.get("output_tokens_per_s"), arm.metrics.get("itl_s.p50")
         rows.append(
             [
                 text_cell(arm.name),
-                Cell(number(rate, 1), rate, (arm.name, "metrics", "output_tokens_per_s")),
-                Cell(number(itl, 1, 1e3), itl, (arm.name, "metrics", "itl_s.p50")),
+                arm.cell("output_tokens_per_s", fixed(1)),
+                arm.cell("itl_s.p50", fixed(1, 1e3)),
                 number_cell(points[arm.name][0], 1),
                 number_cell(len(arm.ok), 0),
             ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from harness.report.charts.verdict_columns import columns
 from harness.report.data import Arm, Report
-from harness.report.parts import MISSING, Cell, Table, byte_size, number, percent, text_cell
+from harness.report.parts import MISSING, Cell, Table, fixed, text_cell, times
 from harness.statistics import direction
 
 HEADLINE = "output_tokens_per_s"
@@ -37,12 +37,19 @@ METRICS: tuple[tuple[str, str, float, int], ...] = (
     ("kv_utilization", "%", 100, 1),
     ("acceptance_rate", "%", 100, 1),
     ("tokens_per_step", "tok", 1, 3),
+    ("prefix_hit_rate_planned", "%", 100, 1),
+    ("prefix_hit_rate_observed", "%", 100, 1),
     ("mfu", "%", 100, 2),
     ("mbu", "%", 100, 2),
     ("peak_memory_bytes", "MB", 1e-6, 1),
     ("weights_bytes", "MB", 1e-6, 1),
     ("startup_s", "s", 1, 2),
     ("equivalence", "%", 100, 1),
+    ("perplexity", "", 1, 3),
+    ("kl_vs_bf16", "nat", 1, 5),
+    ("top1_agreement", "%", 100, 2),
+    ("kv_transfer_bytes", "MB", 1e-6, 1),
+    ("kv_transfer_s", "s", 1, 3),
     ("energy_j_per_output_token", "J/tok", 1, 3),
     ("cost_per_million_output_tokens", "", 1, 4),
 )
@@ -61,10 +68,6 @@ class RatioCell:
     value: float | None = None
 
     @property
-    def source_json(self) -> str:
-        return json.dumps(self.source)
-
-    @property
     def sign(self) -> str:
         return SIGNS.get(self.verdict, "")
 
@@ -79,6 +82,7 @@ class Row:
 
     arm: Arm
     changes: str
+    headline: Cell
     cells: Sequence[Cell]
     baseline: RatioCell
     versus: RatioCell
@@ -87,12 +91,13 @@ class Row:
 
 
 def rows(report: Report) -> list[Row]:
-    span = _span(report)
+    span, shown = _span(report), columns(report)
     return [
         Row(
             arm,
             changes(arm, report),
-            _cells(arm),
+            arm.cell(HEADLINE, fixed(1)),
+            [column.cell(arm) for column in shown],
             RatioCell("baseline")
             if arm.name == report.baseline
             else ratio_cell(arm, "ratios", HEADLINE, report.baseline, span),
@@ -124,12 +129,17 @@ def ratio_cell(
     if not found:
         return RatioCell("")
     median, low, high = found["median"], found["low"], found["high"]
-    text = MISSING if median is None else f"{median:.2f}x"
-    if low is not None:
-        text += f" [{low:.2f}, {high:.2f}]"
     picture = "" if span is None or median is None else forest(median, low, high, span)
     source = (arm.name, kind, metric, "median")
+    text = times(median, low, high)
     return RatioCell(text, found["verdict"], found["n"], reference or "", picture, source, median)
+
+
+def below_cell(arm: Arm, below: Arm | None, metric: str) -> Cell:
+    """An arm over the one that it builds on, else the baseline, for the table of a chart."""
+    kind = "step_ratios" if arm.entry["versus"] else "ratios"
+    found = RatioCell("") if below is None else ratio_cell(arm, kind, metric, below.name)
+    return Cell(found.text or MISSING, found.value, found.source, follows=f"ratio {metric}")
 
 
 def forest(median: float, low: float | None, high: float | None, span: tuple[float, float]) -> Markup:
@@ -161,42 +171,17 @@ def _span(report: Report) -> tuple[float, float]:
     return min(seen) / 1.08, max(seen) * 1.08
 
 
-def _cells(arm: Arm) -> list[Cell]:
-    m = arm.metrics
-
-    def cell(text: str, name: str, style: str = "") -> Cell:
-        return Cell(text, m.get(name), (arm.name, "metrics", name), style=style)
-
-    waste = [m.get(f"kv_waste.{part}") for part in ("internal", "reserved_ahead", "unusable")]
-    known = [value for value in waste if value is not None]
-    lost = math.fsum(known) if len(known) == len(waste) else None
-    return [
-        cell(number(m.get("output_tokens_per_s"), 1), "output_tokens_per_s", "headline"),
-        cell(number(m.get("ttft_s.p50"), 2), "ttft_s.p50"),
-        cell(number(m.get("ttft_s.p99"), 2), "ttft_s.p99"),
-        cell(number(m.get("ttft_s.n"), 0), "ttft_s.n", "count"),
-        cell(number(m.get("itl_s.p50"), 1, 1e3), "itl_s.p50"),
-        cell(number(m.get("itl_s.p99"), 1, 1e3), "itl_s.p99"),
-        cell(number(m.get("itl_s.n"), 0), "itl_s.n", "count"),
-        cell(percent(m.get("slot_utilization")), "slot_utilization"),
-        Cell(percent(lost), lost),
-        cell(percent(m.get("acceptance_rate")), "acceptance_rate"),
-        cell(byte_size(m.get("peak_memory_bytes")), "peak_memory_bytes"),
-    ]
-
-
 def metrics_table(report: Report) -> Table:
     """Every arm and metric: value, both ratios, pairs and verdicts."""
     table = []
     for arm in report.arms:
         for name, unit, scale, digits in METRICS:
-            value = arm.metrics.get(name)
-            if value is None:
+            if arm.metrics.get(name) is None:
                 continue
             cells = [
                 text_cell(arm.name),
                 text_cell(f"{name} ({unit})" if unit else name),
-                Cell(number(value, digits, scale), value, (arm.name, "metrics", name)),
+                arm.cell(name, fixed(digits, scale)),
             ]
             for kind, reference in (("ratios", report.baseline), ("step_ratios", arm.entry["versus"])):
                 compared = direction(name) != 0 and reference not in (None, arm.name)
@@ -208,15 +193,5 @@ def metrics_table(report: Report) -> Table:
                     Cell(f"{ratio.sign} {ratio.verdict}" if shown else "", numeric=False, style=ratio.style),
                 ]
             table.append(cells)
-    columns = (
-        "arm",
-        "metric",
-        "median over trials",
-        "vs baseline",
-        "n",
-        "verdict",
-        "vs arm it builds on",
-        "n",
-        "verdict",
-    )
-    return Table(columns, table)
+    ratios = [text for reference in ("baseline", "arm it builds on") for text in (f"vs {reference}", "n", "verdict")]
+    return Table(("arm", "metric", "median over trials", *ratios), table)

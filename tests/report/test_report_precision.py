@@ -1,0 +1,158 @@
+"""Fewer bytes for weights or K/V: speed and quality in their chart, quality and prefix hits beside the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_reader import Page
+from simulated_run import BUDGET_TOKENS, LADDER, ArmPlan, write_measured, write_plan, write_run
+
+from harness.report import build
+from harness.report.charts.precision import KEYS_AND_VALUES, WEIGHTS, chart, families
+from harness.report.charts.verdict_columns import columns, headings
+from harness.report.data import Report, load
+from harness.report.parts import MISSING, Chart
+from harness.report.tables import table
+from harness.summary import summarize
+
+QUALITY = {
+    "bf16": {"perplexity": 17.5, "kl_vs_bf16": 0.0, "top1_agreement": 1.0},
+    "int8": {"perplexity": 17.625, "kl_vs_bf16": 0.00125, "top1_agreement": 0.985},
+}
+WEIGHT_BYTES = {"bf16": 325e6, "int8": 200e6}
+
+
+def write_qualities(run_dir: Path, plans: tuple[ArmPlan, ...], trials: int = 2) -> Path:
+    """Each option's quality, measured in its first trial alone."""
+    write_plan(run_dir, plans, trials, 4)
+    for plan in plans:
+        of = "int8" if "int8" in (plan.precision, plan.kv_dtype) else "bf16"
+        for trial in range(trials):
+            quality = QUALITY[of] if trial == 0 else {}
+            more = {**quality, "weights_bytes": WEIGHT_BYTES[plan.precision]}
+            write_measured(run_dir, "ladder", plan, trial, 4, more)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    plans = (ArmPlan("bf16"), ArmPlan("int8", precision="int8", speed=0.8))
+    return load(write_qualities(tmp_path_factory.mktemp("quantised"), plans))
+
+
+def drawn(found: Chart) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
+    """(arm, y axis) -> the point of its median or quality."""
+    points = [t for t in found.traces if "opacity" not in t and t["mode"] != "lines"]
+    return {(t["name"], t.get("yaxis", "y")): (t["x"], t["y"]) for t in points}
+
+
+def test_precision_is_compared_where_nothing_else_differs(ladder: Path) -> None:
+    report = load(ladder)
+    named = [[arm.name for arm in family] for family in families(report.arms, "precision")]
+    assert named == [["paged", "int8", "fp8"]]
+    found = chart(report, WEIGHTS)
+    medians = {t["name"]: t for t in found.traces if t["mode"] == "markers+text"}
+    assert [t["text"] for t in medians.values()] == [["bf16"], ["int8"], ["fp8 (emulated)"]]
+    for arm in report.arms[3:]:
+        if arm.name in medians:
+            assert medians[arm.name]["y"] == [pytest.approx(arm.metrics["output_tokens_per_s"], abs=1e-5)]
+            assert medians[arm.name]["x"] == [325.0]
+    assert medians["fp8"]["marker"]["symbol"].endswith("-open") and "fp8" in found.note
+    assert not medians["int8"]["marker"]["symbol"].endswith("-open")
+    assert "No quality was measured" in found.note and "yaxis2" not in found.layout
+
+
+def test_one_precision_is_nothing_to_compare(tmp_path: Path) -> None:
+    found = chart(load(write_run(tmp_path, LADDER[:3], trials=1, num_requests=4)), WEIGHTS)
+    assert not found.traces and "precision alone" in found.empty
+
+
+def test_quality_that_was_measured_is_drawn_under_the_bytes_that_it_costs(quantised: Report) -> None:
+    found = chart(quantised, WEIGHTS)
+    points = drawn(found)
+    for arm, megabytes in (("bf16", 325.0), ("int8", 200.0)):
+        expected = (QUALITY[arm]["perplexity"], QUALITY[arm]["kl_vs_bf16"], 100 * QUALITY[arm]["top1_agreement"])
+        for axis, value in zip(("y2", "y3", "y4"), expected, strict=True):
+            assert points[arm, axis] == ([megabytes], [pytest.approx(value)]), (arm, axis)
+    titles = [found.layout[f"yaxis{i}"]["title"]["text"] for i in (2, 3, 4)]
+    assert titles == ["perplexity", "KL to bf16 (nat)", "top-1 agreement (%)"]
+    ends = [end for i in ("", 2, 3, 4) for end in reversed(found.layout[f"yaxis{i}"]["domain"])]
+    assert (
+        ends == sorted(ends, reverse=True) and ends[-1] == pytest.approx(0) and found.layout["xaxis"]["anchor"] == "y4"
+    )
+    row = dict(zip(found.table.columns, [cell.text for cell in found.table.rows[1]], strict=True))
+    assert (row["precision"], row["weights"], row["perplexity"]) == ("int8", "200 MB", "17.625")
+    assert (row["KL to bf16 (nat)"], row["top-1 agreement (%)"], row["equal output"]) == ("0.00125", "98.5 %", MISSING)
+
+
+def test_kv_dtypes_are_compared_by_what_a_token_takes_of_the_budget(tmp_path: Path) -> None:
+    plans = (ArmPlan("bf16"), ArmPlan("int8 kv", kv_dtype="int8", speed=0.9), ArmPlan("int8", precision="int8"))
+    write_qualities(tmp_path, plans)
+    report = load(tmp_path)
+    found = chart(report, KEYS_AND_VALUES)
+    points = drawn(found)
+    assert {arm for arm, _ in points} == {"bf16", "int8 kv"}
+    assert points["bf16", "y"][0] == [23.04] and points["int8 kv", "y"][0] == [11.52]
+    assert points["int8 kv", "y2"] == ([11.52], [17.625])
+    row = dict(zip(found.table.columns, [cell.text for cell in found.table.rows[1]], strict=True))
+    assert (row["kv dtype"], row["K/V of a token"]) == ("int8", "11.5 kB")
+    assert report.arms[1].shown is not None
+    assert report.arms[1].shown.steps["kv_capacity_tokens"].max() == 2 * BUDGET_TOKENS
+    assert "kvdtype" in Page(build(tmp_path)).specs
+
+
+def test_a_page_of_one_kv_dtype_has_no_chart_of_them(quantised: Report) -> None:
+    assert "kvdtype" not in Page(build(quantised.record.path)).specs
+
+
+def test_families_that_differ_otherwise_have_a_line_each(tmp_path: Path) -> None:
+    plans = tuple(
+        ArmPlan(f"{precision} b{batch}", max_num_seqs=batch, precision=precision)
+        for batch in (1, 8)
+        for precision in ("bf16", "int8")
+    )
+    found = chart(load(write_qualities(tmp_path, plans, trials=1)), WEIGHTS)
+    lines = [t for t in found.traces if t["mode"] == "lines"]
+    assert [t["x"] for t in lines] == [[200.0, 325.0]] * 2 and [t["meta"]["points"] for t in lines] == [[1, 0], [3, 2]]
+
+
+# --- beside the verdict -----------------------------------------------------------------------------------------------
+
+
+def test_quality_stands_in_the_verdict_where_it_was_measured(quantised: Report, ladder: Path) -> None:
+    shown = columns(quantised)
+    assert [c.heading for c in shown if c.group == "quality"] == ["perplexity", "KL (nat)", "top-1"]
+    assert [[c.cell(arm).text for c in shown if c.group == "quality"] for arm in quantised.arms] == [
+        ["17.50", "0.0000", "100.0 %"],
+        ["17.62", "0.0013", "98.5 %"],
+    ]
+    assert ("quality", ["perplexity", "KL (nat)", "top-1"]) in headings(shown)
+    others = [column.heading for column in columns(load(ladder))]
+    assert "perplexity" not in others and "planned" not in others and "acceptance" in others
+
+
+def test_prefix_hits_stand_in_the_verdict_planned_and_observed(tmp_path: Path) -> None:
+    plans = (ArmPlan("off"), ArmPlan("radix", versus="off"))
+    write_plan(tmp_path, plans, 2, 4)
+    for trial in range(2):
+        write_measured(tmp_path, "prefix", plans[0], trial, 4, {"prefix_hit_rate_planned": 0.7})
+        hits = {"prefix_hit_rate_planned": 0.7, "prefix_hit_rate_observed": 0.65 + 0.02 * trial}
+        write_measured(tmp_path, "prefix", plans[1], trial, 4, hits)
+    summarize(tmp_path)
+    report = load(tmp_path)
+    shown = [column for column in columns(report) if column.group == "prefix hits"]
+    assert [[c.cell(arm).text for c in shown] for arm in report.arms] == [["70.0 %", MISSING], ["70.0 %", "66.0 %"]]
+    page = Page(build(tmp_path))
+    cells = {source[2]: text for source, _, text in page.cells if source[:2] == ("radix", "metrics")}
+    assert (cells["prefix_hit_rate_planned"], cells["prefix_hit_rate_observed"]) == ("70.0", "66.0")  # of every metric
+    start = page.text.index("Verdict")
+    assert "prefix hits" in page.text[start : page.text.index("Every metric")]
+
+
+def test_a_missing_quality_is_no_zero(quantised: Report) -> None:
+    cells = table(chart(quantised, WEIGHTS).table).split("<td")
+    (equal_output,) = (cell for cell in cells if "int8" in cell and "equivalence" in cell)
+    assert MISSING in equal_output and "data-value" not in equal_output
+    assert sum("data-value" in cell and "perplexity" in cell for cell in cells) == 2
