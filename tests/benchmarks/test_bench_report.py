@@ -1,48 +1,26 @@
-"""`python -m harness.report` of 1,000 runs within 10 s: 40 arms, 25 trials each."""
+"""`python -m harness.report` of 1,000 runs within 10 s of CPU time: 40 arms, 25 trials each."""
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import LADDER, ArmPlan, write_measured, write_plan
+from simulated_run import write_many
 
 from harness.report.__main__ import main
 
 TARGET_S = 10.0  # of CPU time: what else the machine does is no fault of the report
-REQUESTS = 12
+ATTEMPTS = 3  # CPU time grows too where neighbours share the core's cache and units: the best of a few counts
+SIZES = {(10, 10): "100 runs", (40, 25): "1000 runs"}
 
 
-def plans(arms: int) -> list[ArmPlan]:
-    return [replace(LADDER[i % 5], name=f"arm{i}", versus=f"arm{i - 1}" if i else None) for i in range(arms)]
-
-
-def write_many(run_dir: Path, arms: int, trials: int) -> None:
-    """Five trials of each kind of arm are simulated; the other runs share their tables and differ in run.json."""
-    chosen = plans(arms)
-    write_plan(run_dir, chosen, trials, REQUESTS)
-    for index, plan in enumerate(chosen):
-        for trial in range(trials):
-            if index < 5 and trial < 5:
-                write_measured(run_dir, "ladder", plan, trial, REQUESTS)
-                continue
-            made, folder = run_dir / f"arm{index % 5}" / str(trial % 5), run_dir / plan.name / str(trial)
-            folder.mkdir(parents=True)
-            for table in made.glob("*.parquet"):
-                os.link(table, folder / table.name)
-            run = json.loads((made / "run.json").read_text())
-            (folder / "run.json").write_text(json.dumps(run | {"arm": plan.name, "trial": trial}))
-
-
-@pytest.mark.parametrize(("arms", "trials"), [(10, 10), (40, 25)], ids=["100 runs", "1000 runs"])
+@pytest.mark.parametrize(("arms", "trials"), list(SIZES), ids=list(SIZES.values()))
 def test_report(benchmark: Any, tmp_path: Path, arms: int, trials: int) -> None:
-    write_many(tmp_path, arms, trials)
+    write_many(tmp_path, arms, trials, num_requests=12)
 
     def report() -> float:
         start = time.process_time()
@@ -50,15 +28,17 @@ def test_report(benchmark: Any, tmp_path: Path, arms: int, trials: int) -> None:
         return time.process_time() - start
 
     before = peak_bytes()
-    cpu_s = benchmark.pedantic(report, rounds=1)
+    cpu_s = [benchmark.pedantic(report, rounds=1)]
+    grown = peak_bytes() - before
     page, summary = tmp_path / "report.html", json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["arms"]) == [f"arm{i}" for i in range(arms)]
     assert {arm["ratios"]["output_tokens_per_s"]["n"] for arm in list(summary["arms"].values())[1:]} == {trials}
-    assert all(f"arm{i}" in page.read_text("utf-8") for i in range(arms))
-    grown = peak_bytes() - before
+    text = page.read_text("utf-8")
+    assert all(f"arm{i}" in text for i in range(arms))
+    while cpu_s[-1] >= TARGET_S and len(cpu_s) < ATTEMPTS:
+        cpu_s.append(report())
     benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size, cpu_s=cpu_s, grown_bytes=grown)
-    if cpu_s >= TARGET_S:
-        pytest.xfail(f"{arms * trials} runs took {cpu_s:.1f} s of CPU time, the target is {TARGET_S:.0f} s")
+    assert min(cpu_s) < TARGET_S, f"{arms * trials} runs took {cpu_s} s of CPU time"
 
 
 def peak_bytes() -> int:
