@@ -23,7 +23,11 @@ DATASHEET = {
     "B200": (2250.0, 4500.0, 4500.0, 8000.0),
     "L4": (121.0, 242.0, 242.0, 300.0),
 }
-WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8}
+# Of a layer's weight, scales included, rounded up: what to expect before anything is built.
+WEIGHT_BITS = {
+    **{"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int8_weight_only": 9},
+    **{"int4": 5, "gptq": 5, "awq": 5, "gguf": 5, "int3": 4, "int2": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,8 @@ def resident_models(engine: Engine, kv_element_bytes: int) -> dict[str, Resident
     """The engine's models under the names that a proposer calls them by: `target` and, where there is one, `draft`."""
 
     def resident(model: CausalLM) -> ResidentModel:
-        table = head_parameters(model.shape) * WEIGHT_BITS.get(model.method.head_method().name, 16) // 8
         kv_bytes = model.shape.kv_bytes_per_token(kv_element_bytes)
-        return ResidentModel(model.shape, model.weights_bytes, table, model.lookup_bytes, kv_bytes)
+        return ResidentModel(model.shape, model.weights_bytes, model.head_bytes, model.lookup_bytes, kv_bytes)
 
     executors = {"target": engine.executor, "draft": engine.draft_executor}
     return {name: resident(executor.model) for name, executor in executors.items() if executor is not None}

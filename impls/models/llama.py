@@ -138,6 +138,11 @@ class LlamaModel:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head as it is multiplied, scales included."""
+        return self._head.num_bytes()
+
+    @property
     def lookup_bytes(self) -> int:
         """Bytes of an embedding table of its own, of which a step reads a few rows; 0 where the head serves."""
         return 0 if self._embedding is None else self._embedding.numel() * self._embedding.element_size()

@@ -28,6 +28,10 @@ class CausalLM(Protocol):
         """Bytes of all resident weights."""
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head, scales included."""
+
+    @property
     def lookup_bytes(self) -> int:
         """Bytes of an embedding table that no matrix product reads; 0 where the head's own memory serves the lookup."""
 

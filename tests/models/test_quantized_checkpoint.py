@@ -35,7 +35,8 @@ def gptq_parts(q: Any, z: Any, bits: int, less: int) -> dict[str, torch.Tensor]:
     """AutoGPTQ: words run down the inputs; zeros along the outputs, less one in the first format."""
     (k, n), each, groups = q.shape, 32 // bits, len(z)
     qweight = [pack_words([q[i : i + each, c].tolist() for i in range(0, k, each)], bits) for c in range(n)]
-    qzeros = [pack_words([(z[g, c : c + each] - less).tolist() for c in range(0, n, each)], bits) for g in range(groups)]
+    kept = z - less
+    qzeros = [pack_words([kept[g, c : c + each].tolist() for c in range(0, n, each)], bits) for g in range(groups)]
     return {"qweight": torch.stack(qweight, 1), "qzeros": torch.stack(qzeros)}
 
 
@@ -122,9 +123,11 @@ def test_a_part_that_is_missing_or_of_another_size_is_said(tmp_path: Path) -> No
     save_file({n: t for n, t in tensors.items() if n != f"{key}.qzeros"}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=f"tensor {key}.qzeros is missing"):
         open_model({"path": tmp_path}).weights()[f"{key}.weight"]
-    save_file({**tensors, f"{key}.scales": tensors[f"{key}.scales"][:, :64].contiguous()}, tmp_path / "model.safetensors")
+    narrow = tensors[f"{key}.scales"][:, :64].contiguous()
+    save_file({**tensors, f"{key}.scales": narrow}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="do not fit together"):
         open_model({"path": tmp_path}).weights()[f"{key}.weight"]
-    save_file({**tensors, f"{key}.qweight": tensors[f"{key}.qweight"][:4].contiguous()}, tmp_path / "model.safetensors")
+    short = tensors[f"{key}.qweight"][:4].contiguous()
+    save_file({**tensors, f"{key}.qweight": short}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"mlp.up_proj.weight has shape \[128, 32\]"):
         open_model({"path": tmp_path}).weights()
