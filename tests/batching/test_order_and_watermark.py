@@ -84,6 +84,16 @@ def test_who_joined_last_in_the_order_yields_first_and_keeps_its_turn(order: str
     assert yields in joined
 
 
+def test_one_that_joined_early_yields_to_those_that_go_before_it_in_the_order() -> None:
+    sim = simulation(tokens=20, block_size=1, max_num_seqs=2, order="priority")
+    sim.add(replace(request("low", 8, 10), priority=1))
+    sim.step()
+    sim.add(replace(request("high", 8, 10), priority=0))
+    assert sim.until_preempted().preempted == ("low",)
+    sim.run([])
+    assert not sim.ended["high"].preemptions
+
+
 def test_one_that_was_aborted_leaves_no_trace_in_the_order() -> None:
     sim = simulation(order="shortest_first", ageing_tokens_per_s=1.0)
     for name, prompt in (("a", 9), ("b", 5), ("c", 7)):
