@@ -89,8 +89,6 @@ class Router:
                 group.remove(worker)
         self.orders = [(name, order) for name, order in self.orders if name != worker]
         for request_id, placed in list(self._open.items()):
-            if placed.source == worker:
-                placed.source = None
             if placed.worker == worker:
                 del self._open[request_id]
                 self._drop(request_id, placed.source)
