@@ -94,6 +94,20 @@ def test_one_that_joined_early_yields_to_those_that_go_before_it_in_the_order() 
     assert not sim.ended["high"].preemptions
 
 
+def test_all_that_had_to_yield_come_back_in_their_order() -> None:
+    sim = simulation(tokens=24, block_size=1, max_num_seqs=3, order="priority")
+    for name, prompt, output, priority in (("a", 4, 20, 0), ("b", 4, 12, 1)):
+        sim.add(replace(request(name, prompt, output), priority=priority))
+    sim.step()
+    sim.add(replace(request("c", 2, 12), priority=2))
+    assert sim.until_preempted().preempted == ("c",)
+    assert sim.until_preempted().preempted == ("b",)
+    before = len(sim.steps)
+    sim.run([])
+    back = [name for step in sim.steps[before:] for name in step.num_scheduled_tokens if name != "a"]
+    assert back.index("b") < back.index("c")
+
+
 def test_one_that_was_aborted_leaves_no_trace_in_the_order() -> None:
     sim = simulation(order="shortest_first", ageing_tokens_per_s=1.0)
     for name, prompt in (("a", 9), ("b", 5), ("c", 7)):
