@@ -260,7 +260,7 @@ def compute_metrics(
         "n_requests": int(counted.sum()),
         **{f"n_{outcome}": int((outcomes == outcome).sum()) for outcome in ("finished", "failed", "rejected")},
         "output_tokens": output_tokens,
-        "steps": len(inside),
+        "steps": len(inside) if len(steps) else None,  # a target may not show them
         "slot_utilization": None,
         "slot_utilization_drain": None,
         "kv_utilization": shares["used"],
