@@ -63,10 +63,11 @@ def test_without_a_topology_the_target_is_an_engine_of_this_process() -> None:
         (PAIR, "topology.prefill.workers=2", "topology.decode.workers=2"),
         (PAIR, "batching=static", "topology.decode.batching=continuous"),
         (PAIR, "kv_cache=contiguous"),
-        (PAIR, "decoding=speculative", "proposer=ngram"),
+        (PAIR, "decoding=speculative", "proposer=draft_model"),
+        (PAIR, "prefix=radix", "batching=chunked_prefill", "batching.max_num_batched_tokens=16"),
     ],
     indirect=True,
-    ids=["replicas", "1p1d", "2p2d", "static prefill", "contiguous", "ngram"],
+    ids=["replicas", "1p1d", "2p2d", "static prefill", "contiguous", "draft model", "chunked and radix"],
 )
 def test_tokens_are_those_of_one_engine(target: Any, colocated: Run) -> None:
     found = run(target, REQUESTS)
