@@ -25,8 +25,8 @@ DATASHEET = {
 }
 # Of a layer's weight, scales included, rounded up: what to expect before anything is built.
 WEIGHT_BITS = {
-    **{"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int8_weight_only": 9},
-    **{"int4": 5, "gptq": 5, "awq": 5, "gguf": 5, "int3": 4, "int2": 3},
+    **{"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "smoothquant": 8},
+    **{"int8_weight_only": 9, "int4": 5, "gptq": 5, "awq": 5, "gguf": 5, "int3": 4, "int2": 3},
 }
 
 

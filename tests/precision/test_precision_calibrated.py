@@ -1,4 +1,4 @@
-"""gptq and awq against slow, obvious versions of themselves, and against rounding to nearest."""
+"""gptq, awq and smoothquant against slow, obvious versions of themselves, and against rounding to nearest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from impls.precision.awq import Awq, input_factors
 from impls.precision.gptq import DAMPING, Gptq, gptq, hessian
 from impls.precision.grouped import asymmetric_grid, round_to_nearest
+from impls.precision.int8 import Int8
+from impls.precision.smoothquant import SmoothQuant
 from impls.precision.weight_only import Int4
+from impls.seams import Arm, ModelShape
 
 CPU = torch.device("cpu")
 
@@ -89,3 +92,51 @@ def test_apply_is_the_product_with_the_dequantised_weights(method: Gptq | Awq) -
     plain = Int4(CPU, group_size=64)
     if method.bits == 4:
         assert output_error(w, method.dequantize(packed), x) < output_error(w, plain.dequantize(plain.pack(w)), x)
+
+
+def smoothed(alpha: float = 0.5) -> tuple[SmoothQuant, torch.Tensor, torch.Tensor]:
+    """With an input that is fifty times the others, as trained models have: it alone decides a token's INT8 scale."""
+    w, x = layer(48, 128)
+    x = x / x.abs().amax(0)
+    x[:, 3] *= 50
+    return SmoothQuant(CPU, alpha=alpha), w, x
+
+
+def test_smoothquant_is_int8_of_what_it_has_smoothed() -> None:
+    """By its formula: x / s through INT8, times w s; and all stages in turn are `apply`."""
+    method, w, x = smoothed()
+    bias = torch.randn(48, generator=torch.Generator().manual_seed(3))
+    packed = method.pack_calibrated(w, x, bias)
+    s = x.abs().amax(0).sqrt() / w.abs().amax(0).sqrt()
+    plain = Int8(CPU)
+    rows = (x[:9]).to(method.activation_dtype)
+    expected = plain.apply((rows / s).to(rows.dtype), plain.pack(w * s, bias))
+    found = method.apply(rows, packed)
+    tolerance = 1e-4 if found.dtype == torch.float32 else 2e-2
+    # A number half-way between two levels may fall either way, which moves an output by one product.
+    assert (found - expected).abs().median() < tolerance and (found - expected).abs().max() < 0.05
+    passed: object = rows
+    for stage in method.stages().values():
+        passed = stage(passed, packed)
+    torch.testing.assert_close(passed, found, rtol=1e-5, atol=1e-5)
+    dense = method.dequantize(packed)
+    assert (dense - w).abs().max() < 0.05 * w.abs().max()
+
+
+def test_smoothquant_gains_where_one_input_is_large() -> None:
+    def error(alpha: float) -> float:
+        method, w, x = smoothed(alpha)
+        packed = method.pack_calibrated(w, x)
+        return float((method.apply(x.to(method.activation_dtype), packed).float() - x @ w.T).square().mean())
+
+    method, w, x = smoothed()
+    plain = Int8(CPU)
+    of_int8 = float((plain.apply(x.to(plain.activation_dtype), plain.pack(w)).float() - x @ w.T).square().mean())
+    assert error(0.5) < 0.3 * of_int8
+
+
+def test_alpha_is_a_share() -> None:
+    shape = ModelShape(256, 64, 64, 2, 2, 1, 16, 128)
+    for alpha, reasons in ((0.5, 0), (1.5, 1), (-0.1, 1)):
+        arm = Arm({"precision": {"alpha": alpha}}, shape, 128, "cpu", 1 << 20)
+        assert len(SmoothQuant.validate(arm)) == reasons
