@@ -48,13 +48,16 @@ class Page:
 
     _session: str | None = None  # until the page is attached, calls go to the browser
 
-    def open(self, path: Path, width: int = 1400, height: int = 3400, dark: bool = False) -> None:
+    def open(self, path: Path, width: int = 1400, height: int = 3400) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
-        theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self._call("Emulation.setEmulatedMedia", features=theme)
+        self.prefer("light")
         self._call("Page.navigate", url=path.as_uri())
         self.wait_for(f"location.href === {json.dumps(path.as_uri())} && document.readyState === 'complete'")
+
+    def prefer(self, theme: str) -> None:
+        """What the system says that its user prefers: light or dark."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def evaluate(self, expression: str) -> Any:
         """The JSON value of an expression, a promise's once it is settled."""

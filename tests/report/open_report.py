@@ -13,10 +13,10 @@ COMPARED = """[...document.querySelectorAll("table.verdict tbody tr")].map(r => 
 CURVES = "document.querySelectorAll('#chart-ttft .scatterlayer .trace').length"
 
 
-def open_whole(page: Page, run_dir: Path, dark: bool = False) -> None:
+def open_whole(page: Page, run_dir: Path) -> None:
     """Every chart of it is drawn, none of them and nothing else complains, and nothing is fetched."""
     page.requests.clear()
-    page.open(run_dir / "report.html", height=TALL_PX, dark=dark)
+    page.open(run_dir / "report.html", height=TALL_PX)
     page.wait_for(ALL_DRAWN)
     assert page.evaluate("document.documentElement.dataset.problem ?? null") is None
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []

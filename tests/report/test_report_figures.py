@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from simulated_run import LADDER, run_record, write_plan
+from simulated_run import LADDER, run_record
 
 import harness.records as records
 from harness.metrics import emission_gaps, request_latencies
@@ -117,10 +115,3 @@ def test_corrupt_data_is_one_line_and_status_2(
     assert main([str(run_dir)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: not readable as parquet") and error.count("\n") == 1
-
-
-def test_the_report_does_without_torch(tmp_path: Path) -> None:
-    write_plan(tmp_path, (), 1, 1)
-    code = "import sys; from harness.report.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False" and (tmp_path / "report.html").exists()

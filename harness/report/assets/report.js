@@ -128,10 +128,12 @@ const figures = (() => {
     if (!window.Plotly) throw new Error("plotly.js did not start");
   }
 
+  const specOf = (chart) => document.getElementById(chart.id.replace("chart-", "spec-")).textContent;
+
   async function draw(chart) {
     library = library || unpack();
     await library;
-    const spec = filtered(painted(JSON.parse(document.getElementById(chart.id.replace("chart-", "spec-")).textContent)));
+    const spec = filtered(painted(JSON.parse(specOf(chart))));
     chart.closest("figure").hidden = spec === null;
     chart.querySelector(".pending")?.remove();
     drawn.add(chart);
@@ -144,7 +146,13 @@ const figures = (() => {
   }
 
   const attempt = (list) => Promise.all(list.map(draw)).catch(problem);
-  const redraw = () => attempt([...drawn]);
+  const appearance = () => [root.dataset.theme, ...hidden].join();
+  let shownAs = appearance();
+
+  function redraw() {
+    shownAs = appearance();
+    return attempt([...drawn]);
+  }
 
   // One after the other, so that the first can be seen while the next one is drawn.
   async function drawInTurn(list) {
@@ -172,10 +180,12 @@ const figures = (() => {
   addEventListener("beforeprint", () => attempt(charts.filter((chart) => !drawn.has(chart))));
 
   return {
+    // Another baseline alone is told in those charts that compare with it.
     show(without, compared) {
       hidden = without;
       against = compared;
-      return redraw();
+      if (appearance() !== shownAs) return redraw();
+      return attempt([...drawn].filter((chart) => specOf(chart).includes('"follows"')));
     },
   };
 })();
