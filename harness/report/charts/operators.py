@@ -75,7 +75,8 @@ def chart(report: Report) -> Chart:
         "group, host being all else. On a GPU: the time of its kernels, host being the time without one. Means over a "
         "profile's steps, medians over the ok trials. trace.json.gz of a trial opens in Perfetto or chrome://tracing."
     )
-    return Chart("operators", "Time by operator group", note, _table(found), traces, layout, height)
+    tall = height + 40  # the legend has many entries
+    return Chart("operators", "Time by operator group", note, _table(found), traces, layout, tall)
 
 
 def _table(found: list[tuple[Arm, str, dict[str, float]]]) -> Table:
