@@ -18,7 +18,7 @@ SMALLEST = 1e-5
 class SmoothQuant(Int8):
     """The format and kernels of `Int8`; input j is divided by s_j, its weights multiplied by it.
 
-    s_j = max|x_j|^alpha / max|w_j|^(1 - alpha). The maxima of x are those of natural text. What divides is kept with the
+    s_j = max|x_j|^alpha / max|w_j|^(1 - alpha). The maxima of x are natural text's. What divides is kept with the
     layer and meets the activations before they are quantised; deployed checkpoints fold it into the operator before,
     which saves that pass.
     """

@@ -129,7 +129,7 @@ def test_smoothquant_gains_where_one_input_is_large() -> None:
         packed = method.pack_calibrated(w, x)
         return float((method.apply(x.to(method.activation_dtype), packed).float() - x @ w.T).square().mean())
 
-    method, w, x = smoothed()
+    _, w, x = smoothed()
     plain = Int8(CPU)
     of_int8 = float((plain.apply(x.to(plain.activation_dtype), plain.pack(w)).float() - x @ w.T).square().mean())
     assert error(0.5) < 0.3 * of_int8
