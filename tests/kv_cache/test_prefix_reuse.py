@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -303,6 +304,18 @@ class TestWhatIsFound:
             assert kv.begin("probe", tokens) == found
             kv.free("probe")
         kv.check_invariants()
+
+    def test_a_cache_that_has_turned_over_many_times_keeps_its_contents_apart(self, index: type[Any]) -> None:
+        kv = cache(index, blocks=7)
+        rng = np.random.default_rng(5)
+        for turn in range(60):
+            tokens = rng.integers(0, 3, 2 + turn % 7).tolist()
+            found = kv.begin("a", tokens)
+            assert found == 0 or tuple(tokens[:found]) in kv._index.contents().values()  # type: ignore[union-attr]
+            assert kv.allocate("a", len(tokens))
+            kv.commit("a", len(tokens))
+            kv.free("a")
+            kv.check_invariants()
 
     def test_what_is_held_is_never_evicted(self, index: type[Any]) -> None:
         kv = cache(index, blocks=4)
