@@ -115,9 +115,7 @@ def test_what_only_the_parts_know_is_one_line_too(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "option", ["arrivals=onoff", "arrivals=poisson", "arrivals=gamma", "arrivals=constant", "arrivals=piecewise"]
-)
+@pytest.mark.parametrize("option", ["arrivals=onoff", "arrivals=poisson"])
 def test_a_rate_that_no_run_reaches_the_end_of_is_refused_at_once(option: str, capsys: Any, tmp_path: Path) -> None:
     command = [NONE, "model=tiny", "device=cpu", "attention=sdpa", f"workload/{option}", f"run_dir={tmp_path / 'run'}"]
     assert main([*command, "workload.arrivals.rate=1e-300"]) == 2
