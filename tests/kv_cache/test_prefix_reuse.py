@@ -379,6 +379,12 @@ class TestRadixTree:
         assert tree.match([0, 0, 1, 1, 7, 7], 3) == [0, 1, 4]
         assert tree.match([0, 0, 1, 9], 2) == [0] and tree.match([0, 0, 1, 1], 1) == [0]
         assert tree.contents()[4] == (0, 0, 1, 1, 7, 7)
+        tree.publish([9, 9], 5, 0)  # parts above the children, which now hang from the lower half
+        assert edge.blocks == [[0]] and tree.match([0, 0, 1, 1, 2, 2], 3) == [0, 1, 2]
+        for block in (3, 2, 4, 1, 5, 0):
+            assert block in tree.contents()
+            tree.evict(block)
+        assert tree.contents() == {} and not tree._root.children
 
     def test_only_the_end_of_a_leaf_can_be_evicted(self) -> None:
         tree = RadixTree(block_size=1)
