@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impls.precision.gptq import CALIBRATION_TOKENS, hessian
+from impls.precision.gptq import CALIBRATION_TOKENS
 from impls.precision.grouped import round_to_nearest
 from impls.precision.weight_only import WeightOnly, as_groups
 from impls.seams import PackedLinear
 
 STEPS = 10  # of the exponent between 0 (plain rounding) and 1
+SAMPLES = 128  # tokens, spread over the text, whose outputs are compared at each step
 
 
 class Awq(WeightOnly):
@@ -43,14 +44,14 @@ def input_factors(weight: Tensor, inputs: Tensor, bits: int, group_size: int) ->
 
     weight: FP32 [N, K]; inputs [T, K]. Their scale is such that the largest and the least multiply to 1.
     """
-    second_moments = hessian(inputs)
-    magnitude = inputs.float().cpu().abs().mean(0).clamp_min(1e-4)
+    inputs = inputs.float().cpu()
+    magnitude, sampled = inputs.abs().mean(0).clamp_min(1e-4), inputs[:: -(-len(inputs) // SAMPLES)]
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(STEPS + 1):
         factors = magnitude ** (step / STEPS)
         factors = factors / (factors.max() * factors.min()).sqrt()
         error = round_to_nearest(weight * factors, bits, group_size).dequantize() / factors - weight
-        loss = float(((error @ second_moments) * error).sum())
+        loss = float((sampled @ error.T).square().sum())
         if loss < least:
             best, least = factors, loss
     return best
