@@ -101,14 +101,14 @@ def test_a_target_that_shows_no_steps_has_latencies_and_a_window_and_null_for_th
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of all four ways, each trial in a process of its own."""
+    """A study of both ways beside the engine, each trial in a process of its own."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.setenv("HARNESS_LOCKS", str(folder))
         patch.chdir(folder)
         arms = {
-            "engine_static": STATIC, "engine_continuous": CONTINUOUS,
+            "engine_static": STATIC,
             "their_static": (*STATIC, *FOREIGN), "their_continuous": (*CONTINUOUS, *FOREIGN),
             "impossible": (*CONTINUOUS, *FOREIGN, "execution=compiled"),
         }  # fmt: skip
@@ -123,7 +123,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(study: Path) -> dict[str, Any]:
-    names = ("engine_static", "engine_continuous", "their_static", "their_continuous", "impossible")
+    names = ("engine_static", "their_static", "their_continuous", "impossible")
     return {name: read_trial(study / name / "0") for name in names}
 
 
