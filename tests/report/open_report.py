@@ -13,11 +13,16 @@ COMPARED = """[...document.querySelectorAll("table.verdict tbody tr")].map(r => 
 CURVES = "document.querySelectorAll('#chart-ttft .scatterlayer .trace').length"
 
 
-def open_whole(page: Page, run_dir: Path) -> None:
-    """Every chart of it is drawn, none of them and nothing else complains, and nothing is fetched."""
+def open_whole(page: Page, run_dir: Path, printed: bool = False) -> None:
+    """Every chart of it is drawn, none of them and nothing else complains, and nothing is fetched.
+
+    printed: as for printing, what lies far below too.
+    """
     page.requests.clear()
     page.open(run_dir / "report.html", height=TALL_PX)
-    page.wait_for(ALL_DRAWN)
+    if printed:
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.wait_for(ALL_DRAWN, seconds=120 if printed else 45)
     assert page.evaluate("document.documentElement.dataset.problem ?? null") is None
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     assert page.console == []

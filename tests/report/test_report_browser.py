@@ -92,7 +92,7 @@ def test_failures_missing_and_endless_values_and_gpus_are_drawn(page: Page, tmp_
 @pytest.mark.parametrize(("arms", "trials"), [(8, 25), (200, 1)], ids=["25 trials", "200 arms"])
 def test_200_runs_are_drawn(page: Page, arms: int, trials: int, tmp_path: Path) -> None:
     build(write_many(tmp_path, arms, trials, num_requests=6))
-    open_whole(page, tmp_path)
+    open_whole(page, tmp_path, printed=True)
     choose(page, 1)
     toggle(page, 0)
     page.wait_for(f"{CURVES} === {arms - 1}")
