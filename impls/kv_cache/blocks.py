@@ -136,7 +136,7 @@ class BlockManager(KVCacheManager):
         tokens, table = self._tokens[seq_id], self._tables[seq_id]
         for i in range(first, end):
             copy = index.publish(tokens[i * size : (i + 1) * size], table[i], table[i - 1] if i else None)
-            if copy is not None and copy in self._cached:  # nobody held it, and one that is held has come: there is no need to keep both
+            if copy is not None and copy in self._cached:  # one that is held has come: the other need not be kept
                 del self._cached[copy]
                 index.keep(copy)
                 self._free.append(copy)
