@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -34,6 +34,7 @@ OUTPUT_BYTES = 1 << 16  # the end of a child's output, of which the last line is
 # is a new process without the seconds of its imports. Where forking loaded libraries is unsafe, it starts from nothing.
 HAS_SERVER = sys.platform == "linux"
 PRELOAD = ["harness.trial"]
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path is bounded, and its folder so
 
 T = TypeVar("T")
 Job = Mapping[str, Any]
@@ -55,6 +56,7 @@ def import_ahead() -> None:
     """
     if not HAS_SERVER:
         return
+    _make_socket_folder()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     own = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, own]))  # the server is to find us from any folder
@@ -69,6 +71,18 @@ def import_ahead() -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = own
+
+
+def _make_socket_folder() -> None:
+    """Where the server's socket will lie: multiprocessing's own choice, unless TMPDIR is too long for a socket."""
+    own = tempfile.gettempdir()
+    if len(os.fsencode(own)) <= LONGEST_FOLDER:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()  # made once, and remembered by this process and its children
+    finally:
+        tempfile.tempdir = own
 
 
 def _context() -> ForkServerContext | SpawnContext:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +48,18 @@ def test_a_child_is_forked_after_the_imports_of_a_trial(run: Any, tmp_path: Path
 
 def test_a_question_is_answered_in_another_process() -> None:
     assert in_another_process(os.getpid) != os.getpid()
+
+
+def test_a_temporary_folder_may_be_deeper_than_a_sockets_path(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    code = (
+        "import os, tempfile\nfrom harness.isolate import in_another_process\n"
+        "print(in_another_process(os.getpid) != os.getpid(), tempfile.gettempdir())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.returncode) == (f"True {folder}\n", 0), done.stderr
 
 
 @pytest.mark.parametrize(
