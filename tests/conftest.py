@@ -1,8 +1,9 @@
-"""What several rooms' tests share: the real model, and a fixed number of threads."""
+"""What several rooms' tests share: the real model, a fixed number of threads, and Ctrl-C as a terminal has it."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Waiting threads that spin starve each other when tests share the cores; read once, when torch loads its OpenMP.
@@ -16,6 +17,9 @@ from impls.models.errors import ModelError
 from impls.models.source import ModelSource, open_model
 
 MODEL_CONFIGS = Path(__file__).parents[1] / "conf" / "model"
+
+# A shell ignores it in what it runs in the background, and the processes that are started here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(2)  # small tensors: more threads only slow a large machine down
 

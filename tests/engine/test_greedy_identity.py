@@ -28,7 +28,7 @@ TEXTS = (
     "To be, or not to be, that is the",
     "Photosynthesis is the process by which plants",
 )
-OUTPUT_TOKENS = 16
+OUTPUT_TOKENS = 12
 NUM_PROMPTS = 8
 MIN_GAP = 0.01
 MAX_MODEL_LEN = 96
@@ -86,9 +86,15 @@ def oracle(real_model):
     return chosen
 
 
+ARMS = [
+    *((batching, kv_cache) for batching in ("static", "continuous") for kv_cache in ("contiguous", "paged")),
+    ("chunked_prefill", "paged"),
+    pytest.param("chunked_prefill", "contiguous", marks=pytest.mark.slow),  # many a step: chunks are small here
+]
+
+
 @pytest.mark.parametrize("proposer", [None, "ngram", "layer_skip", "draft_model"])
-@pytest.mark.parametrize("kv_cache", ["contiguous", "paged"])
-@pytest.mark.parametrize("batching", ["static", "continuous", "chunked_prefill"])
+@pytest.mark.parametrize(("batching", "kv_cache"), ARMS)
 def test_every_arm_gives_the_oracles_tokens(real_model, oracle, batching, kv_cache, proposer):
     decoding = {} if proposer is None else {"decoding": "speculative", "proposer": proposer}
     config = arm_config(
@@ -113,8 +119,15 @@ def test_every_arm_gives_the_oracles_tokens(real_model, oracle, batching, kv_cac
 
 
 @pytest.mark.parametrize("decoding", [{}, {"decoding": "speculative", "proposer": "layer_skip"}])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("batching", ["continuous", "chunked_prefill"])
+@pytest.mark.parametrize(
+    ("batching", "preemption"),
+    [
+        ("continuous", "recompute"),
+        ("continuous", "swap"),
+        ("chunked_prefill", "swap"),
+        pytest.param("chunked_prefill", "recompute", marks=pytest.mark.slow),
+    ],
+)
 def test_preemption_changes_no_token(real_model, oracle, batching, preemption, decoding):
     config = arm_config(
         budget_tokens=6 * 16,  # six blocks for sequences of up to three: they grow into each other's room

@@ -32,7 +32,7 @@ VISIBLE = """[...document.querySelectorAll('table.verdict tbody tr')].filter(r =
 @pytest.fixture(scope="module")
 def nine_trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Enough trials for intervals of order statistics."""
-    run_dir = write_run(tmp_path_factory.mktemp("nine"), LADDER[:4], trials=9, num_requests=6)
+    run_dir = write_run(tmp_path_factory.mktemp("nine"), LADDER[:5], trials=9, num_requests=6)
     summarize(run_dir)
     build(run_dir)
     return run_dir
@@ -206,7 +206,7 @@ def test_the_address_keeps_baseline_arms_and_theme(page: Page, ladder: Path) -> 
     shown = "[document.querySelector('#compare select').value, document.documentElement.dataset.theme]"
     before = page.evaluate(COMPARED)
     page.evaluate("location.reload()")
-    page.wait_for(f"document.readyState === 'complete' && {shown}[1] === 'dark'")
+    page.wait_for(f"document.querySelector('#compare select') && {shown}[1] === 'dark'")
     assert page.evaluate(shown) == [str(names.index("paged")), "dark"]
     assert page.evaluate(COMPARED) == before and "static" not in page.evaluate(VISIBLE)
     page.evaluate("location.hash = '#baseline=nobody&arm=nobody&arm=int8'")  # what is unknown is passed over
