@@ -130,7 +130,7 @@ def test_every_arm_gives_the_oracles_tokens(real_model, oracle, batching, kv_cac
 )
 def test_preemption_changes_no_token(real_model, oracle, batching, preemption, decoding):
     config = arm_config(
-        budget_tokens=6 * 16,  # six blocks for sequences of up to three: they grow into each other's room
+        budget_tokens=5 * 16,  # five blocks for four sequences of up to two: they grow into each other's room
         source=real_model,
         max_model_len=MAX_MODEL_LEN,
         batching=(batching, {**LIMITS[batching], "preemption": preemption}),
