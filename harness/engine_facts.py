@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from harness.errors import one_line
 from harness.limits import ResidentModel, resident_models
 from harness.linear_stages import Record, linear_stage_times, row_counts
 from impls.engine import Engine
-from impls.seams import ForeignTarget, Topology
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,18 +19,6 @@ class EngineFacts:
     weights_bytes: int
     speculation: bool
     models: dict[str, ResidentModel]
-
-
-def each(target: Engine | Topology, function: Callable[[Engine], T], *, first_only: bool = False) -> list[T]:
-    """``function(engine)`` of every engine of the target (or of its first), where the engine runs."""
-    return [function(target)] if isinstance(target, Engine) else target.call(function, first_only=first_only)
-
-
-def facts_of(target: Engine | Topology | ForeignTarget, kv_element_bytes: int) -> list[EngineFacts]:
-    """One an engine; none of a target that has no engine of ours. RuntimeError if a worker has died."""
-    if not isinstance(target, Engine | Topology):
-        return []
-    return each(target, partial(engine_facts, kv_element_bytes=kv_element_bytes))
 
 
 def engine_facts(engine: Engine, kv_element_bytes: int) -> EngineFacts:

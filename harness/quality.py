@@ -164,12 +164,13 @@ def measure_quality(
 def quality_of_arm(
     engine: Engine | None, config: Mapping[str, Any], source: ModelSource, tick: Callable[[], None]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """`measure_quality` of as many tokens as ``config`` asks for. engine: None where they run in other processes."""
+    """`measure_quality` of as many tokens as ``config`` asks for. engine: None where it runs in another process, or
+    the target is none of ours."""
     num_tokens = int(config.get("quality_tokens") or 0)
     if not num_tokens:
         return None, []
     if engine is None:
-        return None, ["quality was not measured: the arm's engines run in processes of their own"]
+        return None, ["quality was not measured: the arm has no engine in this process"]
     return measure_quality(engine, config, source, num_tokens, tick)
 
 

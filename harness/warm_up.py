@@ -66,7 +66,7 @@ def warm_up_foreign(
 
 def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
     """As `warm_up`, of all workers at once: as many requests as may run in all of them, past every hand-over."""
-    limits = target.call(_limits, tick=tick)
+    limits = target.call(_limits)
     requests = _requests(stream, sum(most for most, _ in limits), min(length for _, length in limits))
     results = run_to_end(target, requests[:1], tick)
     if not any(emission.token_ids for result in results for emission in result.emissions):
@@ -74,9 +74,9 @@ def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda
         raise RuntimeError("the warm-up gave no token: its requests were all rejected")
     startup_s = process_age_s()
     collections.deque(results, maxlen=0)
-    target.call(_warm_up_shapes, tick=tick)
+    target.call(_warm_up_shapes)
     collections.deque(run_to_end(target, requests, tick), maxlen=0)
-    target.call(_forget_prefixes, tick=tick)
+    target.call(_forget_prefixes)
     return WarmUp(startup_s, None)
 
 

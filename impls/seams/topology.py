@@ -75,11 +75,14 @@ class Topology(ABC):
     def close(self) -> None: ...
 
     @abstractmethod
-    def call(
-        self, function: Callable[[Any], Any], *, first_only: bool = False, tick: Callable[[], None] = lambda: None
-    ) -> list[Any]:
-        """``function(engine)`` in every worker (or in the first) at once, in the workers' order. ``tick``: while it
-        waits. ``function`` and what it returns travel between processes. RuntimeError if a worker has died."""
+    def call(self, function: Callable[[Any], Any], *, first_only: bool = False) -> list[Any]:
+        """``function(engine)`` in every worker (or in the first) at once, in the workers' order. ``function`` and what
+        it returns travel between processes. RuntimeError if a worker has died."""
+
+    @property
+    @abstractmethod
+    def alike(self) -> bool:
+        """Do all workers do the same work, so that their rows can be counted together?"""
 
     @property
     @abstractmethod

@@ -22,7 +22,6 @@ from impls.topology.router import Router
 from impls.topology.worker import WorkerPlan, run_worker
 
 ENDING_S = 5.0  # for a worker whose connection has been closed to be gone
-LOOK_S = 0.2
 
 
 def _context(clock: Clock) -> ForkServerContext | SpawnContext:
@@ -56,6 +55,7 @@ class WorkerGroup(Topology):
         self.clock = clock
         self.router = Router(entries, decoders)
         self._names = list(configs)
+        self._has_decoders = bool(decoders)
         self._answers: dict[str, Answer] = {}
         self._connections: dict[str, Connection] = {}
         self._processes: dict[str, BaseProcess] = {}
@@ -71,7 +71,7 @@ class WorkerGroup(Topology):
                 self._processes[name], self._connections[name] = process, ours
                 with theirs:
                     process.start()
-            self._collect(self._names, lambda: None)
+            self._collect(self._names)
         except BaseException:
             self.close()
             raise
@@ -120,13 +120,15 @@ class WorkerGroup(Topology):
 
     # --- beside requests ----------------------------------------------------------------------------------------------
 
-    def call(
-        self, function: Callable[[Any], Any], *, first_only: bool = False, tick: Callable[[], None] = lambda: None
-    ) -> list[Any]:
+    def call(self, function: Callable[[Any], Any], *, first_only: bool = False) -> list[Any]:
         names = self._names[:1] if first_only else self._names
         for name in names:
             self._send(name, Call(function))
-        return self._collect(names, tick)
+        return self._collect(names)
+
+    @property
+    def alike(self) -> bool:
+        return not self._has_decoders
 
     @property
     def deaths(self) -> Mapping[str, str]:
@@ -143,13 +145,12 @@ class WorkerGroup(Topology):
 
     # --- the connections ----------------------------------------------------------------------------------------------
 
-    def _collect(self, names: Seq[str], tick: Callable[[], None]) -> list[Any]:
+    def _collect(self, names: Seq[str]) -> list[Any]:
         while not all(name in self._answers for name in names):
             for name in names:
                 if name in self.deaths:
                     raise RuntimeError(f"worker {name} {self.deaths[name]}")
-            self._listen(LOOK_S)
-            tick()
+            self._listen(None)
         return [self._answers.pop(name).value for name in names]
 
     def _listen(self, timeout_s: float | None) -> bool:

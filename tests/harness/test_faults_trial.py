@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from test_metrics_faults import requests_of, row
 
-import harness.trial
+import harness.observe
+import harness.system.engine
 from harness.__main__ import main
 from harness.arm import resolve_study
 from harness.block import run_block
@@ -22,6 +23,7 @@ from harness.compose import compose_arm
 from harness.drive import RealClock, drive
 from harness.records import TrialRecord, read_trial
 from harness.run_dir import pending_blocks, read_plan
+from harness.trial_record import judge, unnatural_prompts
 from harness.warm_up import warm_up
 from impls.build import build_engine, max_model_len
 from impls.engine import Engine
@@ -46,7 +48,9 @@ def blocks(run_dir: Path, overrides: Any) -> None:
 
 def trial_of(folder: Path, *arguments: str) -> tuple[int, TrialRecord]:
     """Exit status and record of a command of one arm and one trial, run in this process."""
-    command = [*ARM, *arguments, "isolation=inline", f"run_dir={folder / 'run'}"]
+    given = {argument.partition("=")[0] for argument in arguments}
+    arm = [option for option in ARM if option.partition("=")[0] not in given]
+    command = [*arm, *arguments, "isolation=inline", f"run_dir={folder / 'run'}"]
     status = main(command, launch=blocks, finish=lambda run_dir, plan: [])
     return status, read_trial(folder / "run/single/0")
 
@@ -77,8 +81,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         return completed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.trial, "warm_up", watched_warm_up)
-        patch.setattr(harness.trial, "drive", watched_drive)
+        patch.setattr(harness.system.engine, "warm_up", watched_warm_up)
+        patch.setattr(harness.observe, "drive", watched_drive)
         seen["status"], seen["record"] = trial_of(folder)
     yield seen
 
@@ -147,7 +151,7 @@ def test_f5_and_45_a_trial_whose_requests_fail_is_failed_and_so_is_the_command(
         engine.executor.execute = unsound  # type: ignore[method-assign]
         return drive(engine, *arguments, **options)
 
-    monkeypatch.setattr(harness.trial, "drive", broken_drive)
+    monkeypatch.setattr(harness.observe, "drive", broken_drive)
     status, record = trial_of(tmp_path)
     assert status == 1 and record.run["status"] == "failed"
     why = "of 8 requests 0 finished, 8 failed, 0 were rejected: the model's logits are not finite"
@@ -170,19 +174,19 @@ FAILED = {
 @pytest.mark.parametrize("survivors", [0, 1, 99])
 def test_29_and_45_survivors_of_a_failing_trial_do_not_speak_for_it(survivors: int, kind: str) -> None:
     """They had the machine to themselves for as long as the failed one should have run."""
-    status, (reason,) = harness.trial.judge(requests_of(FAILED[kind], *[FINISHED] * survivors, REJECTED))
+    status, (reason,) = judge(requests_of(FAILED[kind], *[FINISHED] * survivors, REJECTED))
     assert status == "failed"
     assert reason.startswith(f"of {survivors + 2} requests {survivors} finished, 1 failed, 1 were rejected")
     assert reason.endswith("rejected: the model's logits are not finite") == (kind == "error")
 
 
 def test_45_a_trial_that_served_nobody_is_failed() -> None:
-    assert harness.trial.judge(requests_of(REJECTED, REJECTED)) == (
+    assert judge(requests_of(REJECTED, REJECTED)) == (
         "failed",
         ["of 2 requests 0 finished, 0 failed, 2 were rejected: longer than max_model_len"],
     )
     for requests in ([], [FINISHED], [FINISHED, REJECTED]):
-        assert harness.trial.judge(requests_of(*requests)) == ("ok", [])
+        assert judge(requests_of(*requests)) == ("ok", [])
 
 
 def test_44_speculation_on_random_tokens_is_flagged() -> None:
@@ -190,7 +194,7 @@ def test_44_speculation_on_random_tokens_is_flagged() -> None:
     random = compose_arm([*speculation, "workload/prompts=random"])["workload"]
     prefixed = compose_arm([*speculation, "workload/prompts=five_shot"])["workload"]
     natural = compose_arm([*speculation, "workload=summarize"])["workload"]
-    assert [harness.trial.unnatural_prompts(w) != [] for w in (random, prefixed, natural)] == [True, True, False]
+    assert [unnatural_prompts(w) != [] for w in (random, prefixed, natural)] == [True, True, False]
 
 
 def test_44_a_trial_says_so_in_its_record(tmp_path: Path) -> None:

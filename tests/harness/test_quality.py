@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_a_warning(tiny: ModelSource) -> None:
     assert found is None and "cannot hold a text of 64 tokens" in warnings[0]
     assert quality_of_arm(engine, config, tiny, list) == (None, []), "nobody asked"
     elsewhere = quality_of_arm(None, {**config, "quality_tokens": 64}, tiny, list)
-    assert elsewhere[1] == ["quality was not measured: the arm's engines run in processes of their own"]
+    assert elsewhere[1] == ["quality was not measured: the arm has no engine in this process"]
     assert quality_metrics(None) == {"perplexity": None, "kl_vs_bf16": None, "top1_agreement": None}
 
 
