@@ -22,6 +22,7 @@ from impls.build import (
     is_foreign,
     locate,
     max_model_len,
+    options_of,
     uses_proposer,
     validate_axes,
     worker_configs,
@@ -134,6 +135,11 @@ def model_fingerprints(config: Mapping[str, Any]) -> dict[str, str]:
     return {role: open_model(model).fingerprint for role, model in models.items()}
 
 
+def weight_bits(precision: Mapping[str, Any]) -> float:
+    """Of a layer, by the method that this option names."""
+    return float(locate(precision).weight_bits(options_of(precision)))
+
+
 def _impossible_shape(shape: ModelShape) -> list[str]:
     reasons = []
     if shape.num_heads % shape.num_kv_heads:
@@ -160,9 +166,9 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
         whys = locate(topology).validate(describe_arm(config, source))
         if whys:  # without them there is no telling what each worker would be
             return reasons + [f"topology={topology['name']}: {why}" for why in whys]
-    models = [(source.shape, str(config["precision"]["name"]))]
+    models = [(source.shape, weight_bits(config["precision"]))]
     if draft is not None:
-        models.append((draft.shape, str(config["draft"]["precision"]["name"])))
+        models.append((draft.shape, weight_bits(config["draft"]["precision"])))
     workers = worker_configs(config)
     for worker in workers.values():
         arm = describe_arm(worker, source)

@@ -39,6 +39,7 @@ def kernels(engine: Engine) -> dict[str, str]:
         "elementwise": engine.executor.compiler or model.elementwise_kernel,
         "attention": type(engine.executor.attention).__name__,
     }
+    found |= {"calibration": model.packed_by} if model.packed_by else {}
     return found | ({"swap": engine.swap.route} if engine.scheduler.preemption == "swap" else {})
 
 

@@ -23,11 +23,6 @@ DATASHEET = {
     "B200": (2250.0, 4500.0, 4500.0, 8000.0),
     "L4": (121.0, 242.0, 242.0, 300.0),
 }
-# Of a layer's weight, scales included, rounded up: what to expect before anything is built.
-WEIGHT_BITS = {
-    **{"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "smoothquant": 8},
-    **{"int8_weight_only": 9, "int4": 5, "gptq": 5, "awq": 5, "gguf": 5, "int3": 4, "int2": 3},
-}
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,10 @@ def head_parameters(shape: ModelShape) -> int:
     return shape.vocab_size * shape.hidden_size
 
 
-def weights_bytes(shape: ModelShape, precision: str) -> int:
-    """Resident bytes to expect; the head and the embedding stay in BF16 under a quantised precision."""
-    bits = WEIGHT_BITS.get(precision, 16)
+def weights_bytes(shape: ModelShape, bits: float) -> int:
+    """Resident bytes to expect of layers of so many bits a weight; head and embedding have 16 where that is less."""
     tables = head_parameters(shape) * (1 if shape.tie_embeddings else 2)
-    return linear_parameters(shape) * bits // 8 + tables * max(bits, 16) // 8
+    return round(linear_parameters(shape) * bits / 8 + tables * max(bits, 16.0) / 8)
 
 
 def attended_positions(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
@@ -164,12 +158,12 @@ def _cuda_memory() -> tuple[int, int]:
 
 
 def does_not_fit(
-    models: Sequence[tuple[ModelShape, str]], kv_bytes: int, activation_rows: int, device: str
+    models: Sequence[tuple[ModelShape, float]], kv_bytes: int, activation_rows: int, device: str
 ) -> str | None:
     """The reason why weights, cache and activations cannot lie in the device's memory; None if they can.
 
-    models: (shape, precision) of each that is resident, the target first; ``kv_bytes`` holds the K/V of all of them.
-    They run one after another, so the widest one's activations count.
+    models: (shape, bits of a layer's weight) of each that is resident, the target first; ``kv_bytes`` holds the K/V of
+    all of them. They run one after another, so the widest one's activations count.
     """
     activations = max(4 * activation_rows * 2 * (shape.hidden_size + shape.intermediate_size) for shape, _ in models)
     needed = sum(weights_bytes(*model) for model in models) + kv_bytes + activations
@@ -177,10 +171,11 @@ def does_not_fit(
     return None if needed <= has else f"needs {needed / 1e9:.0f} GB, has {has / 1e9:.0f} GB"
 
 
-def datasheet_peaks(device_name: str, precision: str) -> Peaks | None:
+def datasheet_peaks(device_name: str, arithmetic: str) -> Peaks | None:
+    """arithmetic: `LinearMethod.arithmetic`."""
     for name, (bf16, fp8, int8, bandwidth) in DATASHEET.items():
         if name in device_name:
-            tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(precision, bf16)
+            tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(arithmetic, bf16)
             return Peaks(tera * 1e12 if tera else None, bandwidth * 1e9, "datasheet")
     return None
 

@@ -19,13 +19,13 @@ from impls.seams import LinearMethod
 PROBE_S = 0.35
 
 
-def peaks(device: str, precision: str, method: LinearMethod, cache_dir: Path) -> Peaks:
+def peaks(device: str, method: LinearMethod, cache_dir: Path) -> Peaks:
     """Datasheet figures where the device is known, else measured (labelled so) and kept in ``cache_dir``.
 
     The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic.
     """
     if device == "cuda":
-        known = datasheet_peaks(torch.cuda.get_device_name(0), precision)
+        known = datasheet_peaks(torch.cuda.get_device_name(0), method.arithmetic)
         if known is not None:
             return known
     name, threads = device_name(device), torch.get_num_threads()

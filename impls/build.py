@@ -14,8 +14,9 @@ from impls.kv_cache.host_swap import HostSwap
 from impls.kv_cache.storage import KVStorage
 from impls.models.calibration import calibration_texts
 from impls.models.llama import LlamaModel
+from impls.models.packed_cache import packed_cache
 from impls.models.source import ModelSource, open_model
-from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, LinearMethod, Topology
+from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, Topology
 from impls.topology.held_blocks import holding
 
 AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
@@ -188,11 +189,14 @@ def build_engine(
     kv = build_cache(config, source, holds=memory is not None)
     storages: list[KVStorage] = []
 
-    def executor_for(model_source: ModelSource, method: LinearMethod, execution: Mapping[str, Any]) -> tuple[Any, int]:
-        s = model_source.shape
+    def executor_for(
+        model_source: ModelSource, precision: Mapping[str, Any], execution: Mapping[str, Any]
+    ) -> tuple[Any, int]:
+        s, method = model_source.shape, construct(precision, device=device)
         tokens = method.calibration_tokens
         texts = calibration_texts(model_source.tokenizer, s.vocab_size, tokens) if tokens else ()
-        model = LlamaModel(s, model_source.weights(), method, device, texts)
+        kept = packed_cache(model_source.fingerprint, method, options_of(precision), texts) if texts else None
+        model = LlamaModel(s, model_source.weights(), method, device, texts, kept)
         own = None if storages else memory  # the target's, which comes first
         storage = KVStorage(s.num_layers, kv.num_blocks, kv.block_size, s.num_kv_heads, s.head_dim, dtype, device, own)
         storage.make_resident()
@@ -201,12 +205,10 @@ def build_engine(
         runner = construct(execution, model=model, attention=attention, storage=storage, device=device, clock=clock)
         return runner, model.weights_bytes
 
-    method = construct(config["precision"], device=device)
-    executor, weights_bytes = executor_for(source, method, config["execution"])
+    executor, weights_bytes = executor_for(source, config["precision"], config["execution"])
     draft_executor = None
     if draft_source is not None:
-        draft_method = construct(config["draft"]["precision"], device=device)
-        draft_executor, draft_bytes = executor_for(draft_source, draft_method, EAGER)
+        draft_executor, draft_bytes = executor_for(draft_source, config["draft"]["precision"], EAGER)
         weights_bytes += draft_bytes
     return Engine(
         scheduler=construct(config["batching"], kv=kv, max_model_len=length),

@@ -41,7 +41,7 @@ class EngineUnderTest(SystemUnderTest):
 
     def peaks(self) -> Peaks:
         method = self._engine.executor.model.method
-        return peaks(str(self.config["device"]["name"]), str(self.config["precision"]["name"]), method, cache_dir())
+        return peaks(str(self.config["device"]["name"]), method, cache_dir())
 
     def time_linear_layers(self) -> tuple[list[Record] | None, list[str]]:
         return time_linear_layers(self._engine)

@@ -47,7 +47,7 @@ class WorkersUnderTest(SystemUnderTest):
     def peaks(self) -> Peaks:
         device = str(self.config["device"]["name"])
         method = construct(self.config["precision"], device=torch.device(device))
-        return peaks(device, str(self.config["precision"]["name"]), method, cache_dir())
+        return peaks(device, method, cache_dir())
 
     @property
     def pids(self) -> Sequence[int]:

@@ -16,8 +16,18 @@ from impls.models.errors import ModelError
 def making(target: Path) -> Iterator[Path | None]:
     """Yield the temporary path to write ``target`` to, or None if it is there already (another process made it).
 
-    The temporary file is renamed to ``target`` if the block ends well, and removed if it does not.
-    ModelError if the cache cannot be written.
+    As `replacing` otherwise.
+    """
+    with replacing(target) as partial:
+        yield None if target.exists() else partial
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a temporary path while nobody else makes ``target``; what is written there becomes ``target``.
+
+    The temporary file is renamed if the block ends well, and removed if it does not. ModelError if the cache cannot be
+    written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -25,13 +35,12 @@ def making(target: Path) -> Iterator[Path | None]:
         lock.acquire()
     except OSError as error:
         raise ModelError(f"cannot write the cache {target.parent} ({error.strerror}): set HARNESS_CACHE") from error
-    partial = target.with_name(target.name + ".partial")  # under the lock: what a killed process left is overwritten
+    partial = target.with_name(target.name + ".partial")
     try:
-        if target.exists():
-            yield None
-            return
+        partial.unlink(missing_ok=True)  # under the lock: what a killed process left
         yield partial
-        os.replace(partial, target)
+        if partial.exists():
+            os.replace(partial, target)
     except OSError as error:
         raise ModelError(
             f"cannot write {target} ({error.strerror or error}): free space or set HARNESS_CACHE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from impls.models.calibration import CalibratingMethod, Pending, attention_within, flattened
 from impls.models.ops import add_rms_norm, elementwise_kernel, rms_norm, rotate, silu_and_mul
+from impls.models.packed_cache import CALIBRATED, PackedCache, PackedLayers
 from impls.models.permuted import PermutedWeights
 from impls.models.rope import inverse_frequencies, rotary_tables
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from impls.seams import LayerAttention, LinearMethod, ModelShape, PackedLinear
+
+LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass
@@ -49,11 +53,16 @@ class LlamaModel:
         method: LinearMethod,
         device: torch.device,
         calibration: Sequence[Sequence[int]] = (),
+        kept: PackedCache | None = None,
     ) -> None:
-        """calibration: texts as token ids, for which ``method`` packs the layers; without any it packs them as such."""
+        """calibration: texts as token ids, for which ``method`` packs the layers; without any it packs them as such.
+
+        kept: where the layers that were packed for these texts stay from one start to the next; None: nowhere.
+        """
         self.shape, self.method, self.device = shape, method, device
         self.head_method = method.head_method()
         self.elementwise_kernel = elementwise_kernel(method.activation_dtype, device)
+        self.packed_by: str | None = None
         self.residual_order: Tensor | None = None
         if method.permutation_seed is not None:
             weights = PermutedWeights(weights, shape, method.permutation_seed)
@@ -65,21 +74,27 @@ class LlamaModel:
         self._head = self.head_method.pack(weights[EMBEDDING if shape.tie_embeddings else HEAD])
         self._embedding = self._load_embedding(weights)
         if calibration:
-            self._pack_calibrated(calibration)
+            self._pack_calibrated(calibration, kept)
 
     def _resident(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(self.device, dtype)
 
+    def _pack_calibrated(self, texts: Sequence[Sequence[int]], kept: PackedCache | None) -> None:
+        pack = partial(self._packed_for, texts)
+        packed, self.packed_by = kept.layers(pack) if kept else (pack(), CALIBRATED)
+        for index, layer in enumerate(self._layers):
+            for name in LINEARS:
+                setattr(layer, name, packed[f"{index}.{name}"])
+
     @torch.inference_mode()
-    def _pack_calibrated(self, texts: Sequence[Sequence[int]]) -> None:
+    def _packed_for(self, texts: Sequence[Sequence[int]]) -> PackedLayers:
         """Read the texts once; each layer is packed when its inputs are known, which the packed ones before it gave."""
         method, self.method = self.method, cast(LinearMethod, CalibratingMethod(self.method))
         ids, positions = flattened(texts, self.device)
         self.forward(ids, positions, attention_within(texts))
         self.method = method
-        for layer in self._layers:
-            for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, cast(Pending, getattr(layer, name)).packed)
+        layers = enumerate(self._layers)
+        return {f"{index}.{name}": getattr(layer, name).packed for index, layer in layers for name in LINEARS}
 
     def _load_layer(self, weights: Mapping[str, Tensor], prefix: str, later: bool) -> DecoderLayer:
         shape, dtype = self.shape, self.method.activation_dtype
@@ -133,8 +148,8 @@ class LlamaModel:
         for layer in self._layers:
             tensors += [layer.input_norm, layer.post_attention_norm]
             tensors += [] if layer.qk_norm is None else [layer.qk_norm]
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                tensors += _tensors(linear)
+            for name in LINEARS:
+                tensors += _tensors(getattr(layer, name))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property

@@ -3,7 +3,7 @@
 from impls.native.attention import MAX_HEAD_DIM, PagedAttention, paged_attention
 from impls.native.build import NativeUnavailable, available, why_unavailable
 from impls.native.elementwise import add_rms_norm, rms_norm, rotate, silu_and_mul
-from impls.native.grouped import linear_grouped
+from impls.native.grouped import linear_grouped, linear_w4a8
 from impls.native.linear import (
     linear_bf16,
     linear_int8,
@@ -23,6 +23,7 @@ __all__ = [
     "linear_bf16",
     "linear_grouped",
     "linear_int8",
+    "linear_w4a8",
     "matmul_int8",
     "pack_panels",
     "paged_attention",

@@ -92,11 +92,30 @@ def channels(packed: Tensor, ids: Tensor) -> Tensor:
 
 
 @cache
-def _linear_grouped() -> Callable[..., Any]:
-    function = load().linear_grouped
-    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_int] * 3
+def _function(name: str, sizes: int, flags: int) -> Callable[..., Any]:
+    function: ctypes._NamedFuncPointer = getattr(load(), name)
+    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * sizes + [ctypes.c_int] * flags
     function.restype = ctypes.c_int
     return function
+
+
+def _check(
+    x: Tensor, words: Tensor, scales: Tensor, out_features: int, bits: int, group_size: int, bias: Tensor | None
+) -> None:
+    if x.dtype != torch.float32 or not x.is_cpu or x.dim() != 2 or not x.is_contiguous():
+        raise ValueError(f"x must be contiguous FP32 [rows, K] on the CPU, not {describe(x)}")
+    k = x.shape[1]
+    if bits not in BITS or not (group_size == k or (group_size in GROUPS and k % group_size == 0)):
+        raise ValueError(f"no kernel for {bits} bits in groups of {group_size} of {k}")
+    panels = -(-out_features // PANEL)
+    for name, tensor, length in (
+        ("words", words, _padded(k, bits) * bits // 32),
+        ("scales", scales, k // group_size),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != (panels, length, PANEL) or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous int32 {[panels, length, PANEL]}, not {describe(tensor)}")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (out_features,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be contiguous FP32 [{out_features}], not {describe(bias)}")
 
 
 def linear_grouped(
@@ -115,24 +134,28 @@ def linear_grouped(
     words: `pack_fields`; scales: `pack_scales`; zero_point: W = scale * (value - offset). group_size: one of `GROUPS`
     that divides K, or K. FP32 [rows, out_features]. ValueError for any other dtype, shape or layout.
     """
-    if x.dtype != torch.float32 or not x.is_cpu or x.dim() != 2 or not x.is_contiguous():
-        raise ValueError(f"x must be contiguous FP32 [rows, K] on the CPU, not {describe(x)}")
+    _check(x, words, scales, out_features, bits, group_size, bias)
     rows, k = x.shape
-    if bits not in BITS or not (group_size == k or (group_size in GROUPS and k % group_size == 0)):
-        raise ValueError(f"no kernel for {bits} bits in groups of {group_size} of {k}")
-    panels = -(-out_features // PANEL)
-    for name, tensor, length in (
-        ("words", words, _padded(k, bits) * bits // 32),
-        ("scales", scales, k // group_size),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != (panels, length, PANEL) or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous int32 {[panels, length, PANEL]}, not {describe(tensor)}")
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (out_features,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous FP32 [{out_features}], not {describe(bias)}")
     out = torch.empty(rows, out_features)
     if rows:
         pointers = (x.data_ptr(), words.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr())
         sizes = (rows, out_features, k, group_size, bits, int(zero_point))
-        if _linear_grouped()(*pointers, out.data_ptr(), *sizes, num_threads()):
+        if _function("linear_grouped", 4, 3)(*pointers, out.data_ptr(), *sizes, num_threads()):
             raise MemoryError("linear_grouped: out of memory")
+    return out
+
+
+def linear_w4a8(
+    x: Tensor, words: Tensor, scales: Tensor, out_features: int, *, group_size: int, bias: Tensor | None = None
+) -> Tensor:
+    """`linear_grouped` of 4 bits, and x too in integers: each row as `linear.quantize_int8` rounds it, the products of
+    a group exact. Arguments and errors as there."""
+    _check(x, words, scales, out_features, 4, group_size, bias)
+    rows, k = x.shape
+    out = torch.empty(rows, out_features)
+    if rows:
+        pointers = (x.data_ptr(), words.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr())
+        sizes = (rows, out_features, k, group_size)
+        if _function("linear_w4a8", 4, 1)(*pointers, out.data_ptr(), *sizes, num_threads()):
+            raise MemoryError("linear_w4a8: out of memory")
     return out

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +17,7 @@ class Fp32(LinearMethod):
     """Activations, weights and accumulators in FP32. On CUDA with TF32 off, which would cut products to 10 bits."""
 
     name = "fp32"
+    arithmetic = "fp32"
     activation_dtype = torch.float32
 
     def __init__(self, device: torch.device) -> None:
@@ -21,6 +25,10 @@ class Fp32(LinearMethod):
         self.kernel = "onednn_fp32" if device.type == "cpu" else "cublas_fp32"
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest")
+
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> float:
+        return 32.0
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """[N, K] FP32, kept as it is: oneDNN's own layout gained nothing measurable in FP32."""

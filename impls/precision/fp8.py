@@ -22,7 +22,7 @@ class Fp8(W8A8):
     emulated     elsewhere: the same E4M3 numbers, which BF16 holds exactly, through `Bf16Gemm`; two bytes a weight
     """
 
-    name = "fp8"
+    name = arithmetic = "fp8"
 
     def __init__(self, device: torch.device, granularity: str = "row", permutation_seed: int | None = 0) -> None:
         super().__init__(device, permutation_seed)

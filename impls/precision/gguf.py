@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from impls import native
 from impls.precision.grouped import GroupedWeight, round_symmetrically, round_to_nearest
-from impls.precision.grouped_gemm import GroupedGemm
+from impls.precision.grouped_gemm import GroupedGemm, PackedGroups
 from impls.precision.weight_only import as_groups, why_no_groups
 from impls.seams import Arm, LinearMethod, PackedLinear
 
@@ -24,6 +27,7 @@ class Gguf(LinearMethod):
     """
 
     name = "gguf"
+    packed_type = PackedGroups
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -31,6 +35,11 @@ class Gguf(LinearMethod):
         self.kernel = "native_grouped" if device.type == "cpu" and native.available() else "dequantized"
         self._gemms = {bits: GroupedGemm(device, bits, kernel=self.kernel) for bits in (4, 8)}
         self.activation_dtype = self._gemms[4].dtype
+
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> float:
+        """Of Q4_1, as most projections are."""
+        return 4 + 32 / BLOCK
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:

@@ -26,7 +26,7 @@ class Int8(W8A8):
                          in FP32, which is exact while a sum stays under 2^24 (in_features <= 1040 guarantees it)
     """
 
-    name = "int8"
+    name = arithmetic = "int8"
 
     def __init__(self, device: torch.device, kernel: str = "auto", permutation_seed: int | None = 0) -> None:
         super().__init__(device, permutation_seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class W8A8(LinearMethod):
         self.permutation_seed = permutation_seed
         self._head = Bf16(device)
         self.activation_dtype = self._head.activation_dtype
+
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> float:
+        return 8.0
 
     @abstractmethod
     def quantize_activations(self, x: Tensor) -> tuple[Tensor, Tensor]:

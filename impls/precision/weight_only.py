@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class WeightOnly(LinearMethod):
                 8 has a scale for each token of the vocabulary, 4 groups like the layers'
     """
 
+    packed_type = PackedGroups
     bits: int
 
     def __init__(
@@ -51,6 +53,12 @@ class WeightOnly(LinearMethod):
     def _by_row(cls, group_size: int | None) -> bool:
         """A symmetric scale for each output channel."""
         return cls.bits == 8 and group_size is None
+
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> float:
+        """A group has a scale and an offset in 16 bits each."""
+        size = options.get("group_size")
+        return int(options.get("bits", cls.bits)) + (32 / size if isinstance(size, int) and size > 0 else 0.0)
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:

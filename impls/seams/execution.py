@@ -22,6 +22,7 @@ class CausalLM(Protocol):
     shape: ModelShape
     method: LinearMethod
     elementwise_kernel: str  # what runs between the linear layers, for the record
+    packed_by: str | None  # how its layers came by what a text taught them, for the record; None: they learnt nothing
 
     @property
     def weights_bytes(self) -> int:

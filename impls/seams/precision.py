@@ -34,6 +34,8 @@ class LinearMethod(ABC):
     """In what numbers a linear layer is kept and computed. The dequantised weights are the exact test reference."""
 
     name: str
+    packed_type: type[PackedLinear] = PackedLinear  # that `pack` gives; its fields are tensors, numbers and flags
+    arithmetic: str = "bf16"  # fp32 | bf16 | fp8 | int8: which of a device's peaks its products are held against
     activation_dtype: torch.dtype  # of hidden states between layers, and of q, k, v
     emulated: str | None = None  # what is emulated on this device, None if nothing is
     kernel: str = ""  # the kernel that `apply` reaches on this device, for the record
@@ -47,6 +49,11 @@ class LinearMethod(ABC):
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
         return []
+
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> float:
+        """Of a layer that is packed with these options, scales included: what to expect before anything is built."""
+        return 16.0
 
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.arm import draft_options, option
+from harness.arm import draft_options, option, weight_bits
 from harness.drive import RealClock
 from harness.limits import (
     Peaks,
@@ -40,7 +40,7 @@ def test_parameters_of_published_models():
     assert head_parameters(SMOLLM2) == 28_311_552
     # Llama-3.1-405B: 405.9 B in all with both tables.
     assert linear_parameters(LLAMA_405B) + 2 * head_parameters(LLAMA_405B) == pytest.approx(405.85e9, rel=1e-3)
-    assert weights_bytes(LLAMA_405B, "bf16") == pytest.approx(811.7e9, rel=1e-3)
+    assert weights_bytes(LLAMA_405B, 16) == pytest.approx(811.7e9, rel=1e-3)
 
 
 def test_attended_positions_of_prefill_chunk_and_decode():
@@ -136,16 +136,16 @@ def test_an_engine_records_what_its_drafting_ran(proposer, options):
 
 
 def test_fit_names_both_sizes():
-    reason = does_not_fit([(LLAMA_405B, "bf16")], 0, 1, "cpu")
+    reason = does_not_fit([(LLAMA_405B, 16.0)], 0, 1, "cpu")
     assert reason is not None and reason.startswith("needs 812 GB, has ")
-    assert does_not_fit([(SMOLLM2, "bf16")], 10**6, 2048, "cpu") is None
+    assert does_not_fit([(SMOLLM2, 16.0)], 10**6, 2048, "cpu") is None
 
 
 def test_fit_counts_every_model_and_the_wider_ones_activations(monkeypatch):
     # SmolLM2 in BF16: 134,479,872 weights of two bytes; as its own INT8 draft 106,168,320 + 2 x 28,311,552.
     # Activations of 1000 rows: 4 bytes x 2 x (576 + 1536).
     needed = 268_959_744 + 162_791_424 + 5_000 + 1000 * 16_896
-    models = [(SMOLLM2, "bf16"), (SMOLLM2, "int8")]
+    models = [(SMOLLM2, weight_bits(option("precision", name))) for name in ("bf16", "int8")]
     for memory, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr("harness.limits.memory_total_bytes", lambda device, has=memory: has)
         assert (does_not_fit(models, 5_000, 1000, "cpu") is None) is fits

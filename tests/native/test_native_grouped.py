@@ -56,6 +56,30 @@ def test_linear_grouped_at_every_tile_height(bits: int, n: int, k: int, group: i
         assert ((y.double() - expected).abs() <= 3e-6 * size + 1e-5).all(), (rows, float((y - expected).abs().max()))
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(1, 32, 32), (17, 96, 32), (200, 192, 64), (31, 384, 128), (48, 577, 577), (16, 5, 5)]
+)
+def test_linear_w4a8_is_exact_within_a_group(n: int, k: int, group: int) -> None:
+    """Against integer sums: extreme rows too, whose products fill the 16 bits in which some are added up."""
+    values, scale, offset = weights(n, k, group, 4)
+    values[-1] = 15
+    words, scales = layout.pack_fields(values, 4, group), layout.pack_scales(scale, offset)
+    for rows in (1, 2, 3, 4, 5, 7, 9, 33):
+        g = torch.Generator().manual_seed(rows)
+        x, bias = torch.randn(rows, k, generator=g), torch.randn(n, generator=g) if rows % 2 else None
+        x[0] = 3.0  # every integer 127
+        x[-1] = torch.where(torch.arange(k) % 3 == 0, -2.0, 2.0)
+        rounded, x_scale = native.quantize_int8(x)
+        assert rows == 1 or rounded[0].tolist() == [127] * k
+        y = native.linear_w4a8(x, words, scales, n, group_size=group, bias=bias)
+        by_group = rounded.long().view(rows, -1, group)
+        sums = torch.einsum("rgk,ngk->rng", by_group, values.long().view(n, -1, group)).double()
+        parts = sums * scale.double() + by_group.sum(-1)[:, None].double() * offset.double()
+        expected = parts.sum(-1) * x_scale.double() + (0.0 if bias is None else bias.double())
+        size = (sums * scale.double()).abs().sum(-1) + (by_group.sum(-1)[:, None] * offset).abs().sum(-1)
+        assert ((y.double() - expected).abs() <= 1e-6 * size * x_scale + 1e-6).all(), rows
+
+
 @pytest.mark.parametrize("bits", layout.BITS)
 @pytest.mark.parametrize(("n", "k", "group"), [(1, 32, 32), (17, 96, 32), (4113, 64, 64), (48, 577, 577), (16, 5, 5)])
 def test_packing_is_undone_exactly(bits: int, n: int, k: int, group: int) -> None:
@@ -104,6 +128,8 @@ def test_wrong_tensors_are_refused_by_name() -> None:
         native.linear_grouped(x, words[:, 1:], scales, 16, **good)
     with pytest.raises(ValueError, match="scales must be contiguous int32"):
         native.linear_grouped(x, words, scales.float(), 16, **good)
+    with pytest.raises(ValueError, match="words must be contiguous int32"):
+        native.linear_w4a8(x, layout.pack_fields(values, 8, 32), scales, 16, group_size=32)
     with pytest.raises(ValueError, match="no kernel for 5 bits"):
         native.linear_grouped(x, words, scales, 16, bits=5, group_size=32)
     with pytest.raises(ValueError, match="in groups of 48 of 64"):

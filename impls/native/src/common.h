@@ -23,6 +23,16 @@
 #endif
 #define NV (PANEL / LANES)
 
+// CASE(1) to CASE(MR), for code that is made for each number of rows apart.
+#if MR == 12
+#define EACH_HEIGHT(CASE) \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif MR == 6
+#define EACH_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+#define EACH_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#endif
+
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
@@ -38,6 +48,7 @@ INLINE void store(float *p, vf x) { *(vf_mem *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf select_f(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf max_f(vf a, vf b) { return select_f(a > b, a, b); }
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
 // 2^x to a relative error of 2e-7 for x <= 0; 0 below -126, -inf included.
 INLINE vf exp2_vector(vf x) {
@@ -62,11 +73,51 @@ INLINE float widen(uint16_t bits) {
     return x;
 }
 
+// FP16 in the low half of each lane to FP32; infinities and NaN stay what they are.
+INLINE vf from_half(vu h) {
+    const vu magnitude = (h & 0x7fffu) << 13;
+    const vf value = (vf)magnitude * 5192296858534827628530496329220096.0f;  // 2^112: FP16's bias to FP32's
+    const vf special = (vf)(magnitude | 0x7f800000u);
+    return (vf)((vu)select_f(magnitude >= 0x0f800000u, special, value) | (h & 0x8000u) << 16);
+}
+
 // Round to nearest even, as torch does; inputs are finite.
 INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// A row as x / scale, rounded to even, and its scale = largest magnitude / 127 (at least 1e-12).
+static inline float quantize_row(const float *x, int64_t k, int8_t *to) {
+    vf best = {0};
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) best = max_f(best, (vf)((vi)load(x + i) & 0x7fffffff));
+    float peak = 0;
+    for (int c = 0; c < LANES; c++) peak = best[c] > peak ? best[c] : peak;
+    for (; i < k; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
+    const float scale = peak / 127.0f > 1e-12f ? peak / 127.0f : 1e-12f;
+    for (i = 0; i < k; i++) {
+        const float value = rintf(x[i] / scale);
+        to[i] = (int8_t)(value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value);
+    }
+    return scale;
+}
+
+// Kept by the calling thread from call to call: fresh memory would cost its page faults every time.
+struct scratch {
+    void *memory;
+    int64_t bytes;
+};
+
+// At least so many bytes, whatever they hold; NULL if there are none left.
+static inline void *grown(struct scratch *scratch, int64_t bytes) {
+    if (bytes > scratch->bytes) {
+        free(scratch->memory);
+        scratch->memory = malloc((size_t)bytes);
+        scratch->bytes = scratch->memory ? bytes : 0;
+    }
+    return scratch->memory;
 }
 
 // Equal parts of at most `most` rows: 8 rows as 4 + 4, not 6 + 2.
@@ -102,4 +153,9 @@ static inline void parallel_for(int64_t count, int threads, loop_body body, void
         GOMP_parallel(run_items, &loop, (unsigned)threads, 0);
     else
         run_items(&loop);
+}
+
+// Each of m rows of k numbers; a few of them are not worth waking other threads.
+static inline void each_row(int64_t m, int64_t k, int threads, loop_body body, void *context) {
+    parallel_for(m, m * k < 1 << 14 ? 1 : threads, body, context);
 }

@@ -88,13 +88,8 @@ static void body(void *context, int64_t item) {
 #define CASE(R) case R: tile(R, 1, a, top + done, p, fetch, each); break;
                 case -1: tile(1, 2, a, top, p, fetch, each); break;
                 case -2: tile(2, 2, a, top, p, fetch, each); break;
-                CASE(1) CASE(2) CASE(3) CASE(4)
-#if MR >= 6
-                CASE(5) CASE(6)
-#endif
-#if MR >= 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+                EACH_HEIGHT(CASE)
+#undef CASE
             }
         }
         p += both ? 2 : 1;
@@ -139,6 +134,6 @@ EXPORT int rows_bf16(const void *w, const int64_t *ids, float *y, int64_t m, int
     for (int64_t row = 0; row < m; row++)
         if (ids[row] < 0 || ids[row] >= n) return 1;
     struct lookup a = {w, ids, y, k};
-    parallel_for(m, m * k < 1 << 14 ? 1 : threads, lookup_body, &a);
+    each_row(m, k, threads, lookup_body, &a);
     return 0;
 }

@@ -23,16 +23,6 @@ struct grouped {
     int bits, zero_point;   // zero_point: W = scale (q - offset)
 };
 
-INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
-
-// FP16 in the low half of each lane to FP32; infinities and NaN stay what they are.
-INLINE vf from_half(vu h) {
-    const vu magnitude = (h & 0x7fffu) << 13;
-    const vf value = (vf)magnitude * 5192296858534827628530496329220096.0f;  // 2^112: FP16's bias to FP32's
-    const vf special = (vf)(magnitude | 0x7f800000u);
-    return (vf)((vu)select_f(magnitude >= 0x0f800000u, special, value) | (h & 0x8000u) << 16);
-}
-
 INLINE void scales(const struct grouped *a, int64_t panel, int64_t k, vf scale[NV], vf offset[NV]) {
     const uint32_t *pairs = a->scale + (panel * a->groups + k / a->group) * PANEL;
 #pragma GCC unroll 4
@@ -217,13 +207,7 @@ static void widened_body(void *context, int64_t item) {
                 float *to = sums + row * PANEL;
                 switch (m - row < height ? m - row : height) {
 #define CASE(R) case R: multiply(R, x, a->k, wide, real, to); break;
-                    CASE(1) CASE(2) CASE(3) CASE(4)
-#if MR >= 6
-                    CASE(5) CASE(6)
-#endif
-#if MR >= 12
-                    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+                    EACH_HEIGHT(CASE)
 #undef CASE
                 }
             }
@@ -262,9 +246,7 @@ static void spread_row(void *context, int64_t row) {
     }
 }
 
-// Kept by the calling thread from call to call: a fresh one would cost its page faults every time.
-static __thread float *scratch;
-static __thread int64_t scratch_size;
+static __thread struct scratch scratch;
 
 // group: k that share a scale, a divisor of k, and a multiple of 32 where it is less than k. 0; 1 if memory ran out.
 EXPORT int linear_grouped(const float *x, const void *w, const void *scale, const float *bias, float *y, int64_t m,
@@ -278,15 +260,11 @@ EXPORT int linear_grouped(const float *x, const void *w, const void *scale, cons
         const int64_t cached = BLOCK_BYTES / (k * 4) / MR * MR, least = 4 * MR;
         a.rows_per_item = even_rows(m, cached < least ? least : cached < MAX_ROWS ? cached : MAX_ROWS);
     } else {
-        if (m * a.stride > scratch_size) {
-            free(scratch);
-            scratch_size = 0;
-            if (!(scratch = malloc((size_t)(m * a.stride) * 4))) return 1;
-            scratch_size = m * a.stride;
-        }
-        struct spread spread = {x, scratch, k, padded, piece, a.stride, bits};
-        parallel_for(m, m * k < 1 << 14 ? 1 : threads, spread_row, &spread);
-        a.x = scratch;
+        float *rows = grown(&scratch, m * a.stride * 4);
+        if (!rows) return 1;
+        struct spread spread = {x, rows, k, padded, piece, a.stride, bits};
+        each_row(m, k, threads, spread_row, &spread);
+        a.x = rows;
     }
     const int64_t row_items = (m + a.rows_per_item - 1) / a.rows_per_item, share = panels * row_items / (threads * 4);
     a.panels_per_item = share < 2 ? 2 : share > panels ? panels : share;

@@ -96,32 +96,11 @@ static void body(void *context, int64_t item) {
             int32_t products[MR][PANEL];
             switch (rows) {
 #define CASE(R) case R: tile(R, a, row, p, fetch, each, products); break;
-                CASE(1) CASE(2) CASE(3) CASE(4)
-#if MR >= 6
-                CASE(5) CASE(6)
-#endif
-#if MR >= 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+                EACH_HEIGHT(CASE)
+#undef CASE
             }
             finish(a, row, rows, p, products);
         }
-}
-
-// A row as x / scale, rounded to even, and its scale = largest magnitude / 127 (at least 1e-12).
-static float quantize_row(const float *x, int64_t k, int8_t *to) {
-    vf best = {0};
-    int64_t i = 0;
-    for (; i + LANES <= k; i += LANES) best = max_f(best, (vf)((vi)load(x + i) & 0x7fffffff));
-    float peak = 0;
-    for (int c = 0; c < LANES; c++) peak = best[c] > peak ? best[c] : peak;
-    for (; i < k; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
-    const float scale = peak / 127.0f > 1e-12f ? peak / 127.0f : 1e-12f;
-    for (i = 0; i < k; i++) {
-        const float value = rintf(x[i] / scale);
-        to[i] = (int8_t)(value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value);
-    }
-    return scale;
 }
 
 struct quantize {
@@ -138,7 +117,7 @@ static void quantize_body(void *context, int64_t row) {
 
 EXPORT void quantize_int8(const float *x, int8_t *values, float *scale, int64_t m, int64_t k, int threads) {
     struct quantize a = {x, values, scale, k};
-    parallel_for(m, m * k < 1 << 14 ? 1 : threads, quantize_body, &a);
+    each_row(m, k, threads, quantize_body, &a);
 }
 
 struct pairs {
@@ -162,23 +141,17 @@ static void pairs_body(void *context, int64_t row) {
     if (a->k % 2) to[a->k] = 0;
 }
 
-// Kept by the calling thread from call to call: a fresh one would cost its page faults every time.
-static __thread int32_t *scratch;
-static __thread int64_t scratch_size;
+static __thread struct scratch scratch;
 
 static int multiply(const float *x, const int8_t *values, const int8_t *w, const float *w_scale, const float *bias,
                     void *y, int64_t m, int64_t n, int64_t k, int threads) {
-    const int64_t pairs = (k + 1) / 2, needed = m * pairs + m;
-    if (needed > scratch_size) {
-        free(scratch);
-        scratch_size = 0;
-        if (!(scratch = malloc((size_t)needed * 4))) return 1;
-        scratch_size = needed;
-    }
-    float *x_scale = (float *)(scratch + m * pairs);
-    struct pairs extend = {x, values, x_scale, scratch, k, pairs};
-    parallel_for(m, m * k < 1 << 14 ? 1 : threads, pairs_body, &extend);
-    struct linear a = {scratch, w, x ? x_scale : NULL, w_scale, bias, y, m, n, pairs, 0};
+    const int64_t pairs = (k + 1) / 2;
+    int32_t *rows = grown(&scratch, (m * pairs + m) * 4);
+    if (!rows) return 1;
+    float *x_scale = (float *)(rows + m * pairs);
+    struct pairs extend = {x, values, x_scale, rows, k, pairs};
+    each_row(m, k, threads, pairs_body, &extend);
+    struct linear a = {rows, w, x ? x_scale : NULL, w_scale, bias, y, m, n, pairs, 0};
     const int64_t panels = (n + PANEL - 1) / PANEL, share = panels / (threads * 4);
     a.panels_per_item = share < 2 ? 2 : share;
     parallel_for((panels + a.panels_per_item - 1) / a.panels_per_item, threads, body, &a);
