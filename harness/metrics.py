@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from harness.speculation import speculation_metrics
 from harness.validity import warnings_of
 
 if TYPE_CHECKING:
@@ -230,8 +231,8 @@ def compute_metrics(
 
     window_rule: burst | replay | timed. kv_layout: the option of `kv_cache`; only contiguous has slot utilisation.
     slo: the config group, upper bounds by name of `REQUEST_METRICS`; without any there is no goodput. extras:
-    `GIVEN_METRICS` by name, ``peaks`` (limits.Peaks, for MFU and MBU), ``speculation`` and ``ignore_eos`` (bool, for
-    the warnings).
+    `GIVEN_METRICS` by name, ``peaks`` (limits.Peaks, for MFU and MBU), ``decode_costs`` (as a record has them),
+    ``speculation`` and ``ignore_eos`` (bool, for the warnings).
     """
     extras = extras or {}
     window = measure_window(requests, window_rule, warmup_s, last_arrival_s)
@@ -267,6 +268,7 @@ def compute_metrics(
         "kv_waste": {name: shares[name] for name in ("internal", "reserved_ahead", "unusable")},
         "acceptance_rate": _quotient(_total(inside, "accepted_tokens"), _total(inside, "draft_tokens")),
         "tokens_per_step": _quotient(output_tokens, _total(inside, "kept_rows")),  # of one sequence: 1 without drafts
+        "speculation": speculation_metrics(inside, extras.get("decode_costs")),
         "prefix_hit_rate_planned": _quotient(
             _total(accepted, "planned_cached_tokens"), _total(accepted, "prompt_tokens")
         ),

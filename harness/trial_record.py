@@ -51,6 +51,7 @@ def record_of(
             "peaks": roof,
             "speculation": system.speculation,
             "decode_costs": warmed.decode_costs,
+            "decode_costs": warmed.decode_costs,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
             **transfers(seen.requests),
             **quality_metrics(after.quality),

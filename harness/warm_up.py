@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.decode_costs import Record, decode_costs
+from harness.decode_costs import Record, decode_costs, known_costs
 from harness.steps import Tick, run_steps, run_to_end
 from impls.engine import Engine
 from impls.request import Request
@@ -36,7 +36,6 @@ class WarmUp:
 
 def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
     """RuntimeError if not even one warm-up request fits. ``tick``: called after each step."""
-    drafts = engine.proposer is not None and engine.decoder.uses_proposer
     requests = _requests(stream, engine.scheduler.max_num_seqs, engine.max_model_len)
     steps = run_steps(engine, requests[:1], tick)
     if next(steps, None) is None:
@@ -45,7 +44,12 @@ def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) ->
     collections.deque(steps, maxlen=0)
     engine.executor.warm_up(engine.scheduler.max_num_seqs)
     collections.deque(run_steps(engine, requests, tick), maxlen=0)
-    costs = decode_costs(engine, requests, tick) if drafts else None
+    costs = None
+    if engine.proposer is not None and engine.decoder.uses_proposer:
+        costs = decode_costs(engine, requests, tick)
+        known = known_costs(costs, engine.proposer.num_draft_tokens)
+        if known.step_s and known.draft_s:
+            engine.decoder.calibrate(known)
     engine.kv.reset_prefixes()  # a trial starts cold
     return WarmUp(startup_s, costs)
 

@@ -8,9 +8,12 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from impls.decoding import sampler, verifier
+from impls.decoding.draft_length import AdaptiveDraftLength
 from impls.decoding.synthetic_acceptance import accept_at_rate
 from impls.request import Sequence
-from impls.seams import Arm, Decoder, DraftTokens
+from impls.seams import Arm, DecodeCosts, Decoder, DraftTokens
+
+DRAFT_LENGTHS = ("fixed", "adaptive")
 
 
 class SpeculativeDecoder(Decoder):
@@ -18,19 +21,25 @@ class SpeculativeDecoder(Decoder):
 
     acceptance_rate: None verifies exactly. A number lets each draft stand with that probability instead, whatever the
     target says: for synthetic weights only, and labelled in ``emulated``.
+    draft_length: ``fixed`` asks for all the drafts that the proposer may give; ``adaptive`` for as many of them, or
+    none, as are expected to pay (`AdaptiveDraftLength`).
     """
 
     uses_proposer = True
 
-    def __init__(self, *, vocab_size: int, acceptance_rate: float | None = None) -> None:
+    def __init__(self, *, vocab_size: int, acceptance_rate: float | None = None, draft_length: str = "fixed") -> None:
         self.vocab_size = vocab_size
         self.acceptance_rate = acceptance_rate
+        self._adaptive = AdaptiveDraftLength() if draft_length == "adaptive" else None
         self.emulated = None if acceptance_rate is None else f"acceptance rate set to {acceptance_rate:g}"
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
         reasons = []
-        rate = arm.axes.get("decoding", {}).get("acceptance_rate")
+        own = arm.axes.get("decoding", {})
+        rate, draft_length = own.get("acceptance_rate"), own.get("draft_length", "fixed")
+        if draft_length not in DRAFT_LENGTHS:
+            reasons.append(f"decoding.draft_length={draft_length} must be one of {', '.join(DRAFT_LENGTHS)}")
         if rate is not None:
             if not 0 <= rate <= 1:
                 reasons.append(f"decoding.acceptance_rate={rate} must lie in [0, 1]")
@@ -65,7 +74,21 @@ class SpeculativeDecoder(Decoder):
             counts = verification.accept() if self.acceptance_rate is None else [accepted[i] for i in sampled]
             for i, count, token in zip(sampled, counts, verification.final_tokens(counts), strict=True):
                 accepted[i], last[i] = count, token
+        if self._adaptive is not None:
+            for seq, count in zip(sequences, accepted, strict=True):
+                self._adaptive.observe(seq.seq_id, len(seq.draft_token_ids), count)
         return [[*seq.draft_token_ids[:n], token] for seq, n, token in zip(sequences, accepted, last, strict=True)]
+
+    def draft_lengths(self, most: Mapping[str, int]) -> Mapping[str, int]:
+        return most if self._adaptive is None else self._adaptive.choose(most)
+
+    def calibrate(self, costs: DecodeCosts) -> None:
+        if self._adaptive is not None:
+            self._adaptive.calibrate(costs)
+
+    def forget(self, seq_id: str) -> None:
+        if self._adaptive is not None:
+            self._adaptive.forget(seq_id)
 
     def _check(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> None:
         expected = (sum(verifier.row_counts(sequences)), self.vocab_size)

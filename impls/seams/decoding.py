@@ -31,8 +31,20 @@ class NonFiniteLogitsError(ArithmeticError):
         self.seq_ids = tuple(seq_ids)
 
 
+@dataclass(frozen=True)
+class DecodeCosts:
+    """What decoding takes, measured or modelled: figures that a policy is given, so that it reads no clock.
+
+    step_s: rows (one a sequence and one a draft) -> seconds of a step that prefills nothing, drafting left out.
+    draft_s: sequences -> seconds in which the proposer drafts one more token for each of them.
+    """
+
+    step_s: Mapping[int, float]
+    draft_s: Mapping[int, float]
+
+
 class Decoder(ABC):
-    """From a step's logits to the tokens that it yields."""
+    """From a step's logits to the tokens that it yields, and how many drafts the next step is to verify."""
 
     uses_proposer: bool = False
     emulated: str | None = None  # which setting stands in for a real decision, None if none does
@@ -49,6 +61,20 @@ class Decoder(ABC):
         row j is the target's distribution of position ``num_tokens + j``. Tokens past a stop token or ``max_tokens``
         are the engine's to cut.
         """
+
+    def draft_lengths(self, most: Mapping[str, int]) -> Mapping[str, int]:
+        """How many drafts each sequence that decodes next gets, at most ``most[id]``; called once a step.
+
+        By what `decode` has returned and by `DecodeCosts` alone. Verdicts that it did not use (behind a rejection) are
+        no part of the past: their noise is used again, and a length that depends on it would not be exact.
+        """
+        return most
+
+    def calibrate(self, costs: DecodeCosts) -> None:
+        """What steps cost here. Whatever was seen before was a warm-up."""
+
+    def forget(self, seq_id: str) -> None:
+        """The sequence finished or was preempted: drop what is kept for it."""
 
 
 class ModelRunner(Protocol):

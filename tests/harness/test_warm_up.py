@@ -14,7 +14,7 @@ from harness.warm_up import warm_up
 from impls.build import build_engine, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
-from impls.seams import StepStats
+from impls.seams import DecodeCosts, StepStats
 from workloads import build_stream
 from workloads.stream import RequestStream
 
@@ -57,7 +57,8 @@ def test_decode_steps_are_timed_by_their_rows(batching: str) -> None:
     proposer = engine.proposer
     costs = warm_up(engine, stream).decode_costs
     assert costs is not None
-    assert [(cost["sequences"], cost["rows"]) for cost in costs] == [(1, 1), (1, 4), (4, 4), (4, 16)]
+    drafted = [(sequences, sequences * (1 + drafts)) for sequences in (1, 4) for drafts in (0, 1, 2, 3)]
+    assert [(cost["sequences"], cost["rows"]) for cost in costs] == drafted
     for cost in costs:
         drafts = cost["rows"] - cost["sequences"]
         kind = [s for s in seen if (s.running, s.draft_tokens, s.prefill_tokens) == (cost["sequences"], drafts, 0)]
@@ -65,6 +66,42 @@ def test_decode_steps_are_timed_by_their_rows(batching: str) -> None:
         assert len(times) >= STEPS and times[0] <= cost["forward_s"] <= times[-1]
     assert engine.proposer is proposer and not engine.has_work
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "layer_skip", "draft_model"])
+def test_the_arms_own_proposer_is_timed_and_forgets_what_it_drafted(proposer: str) -> None:
+    engine, stream, seen = build("batching.max_num_seqs=4", *SPECULATIVE, f"proposer={proposer}")
+    own = engine.proposer
+    assert own is not None
+    asked: list[tuple[set[int], bool]] = []
+    propose = own.propose
+
+    def watched(sequences: Any, k: Any, runner: Any) -> Any:
+        asked.append((set(k.values()), engine.proposer is own))
+        return propose(sequences, k, runner)
+
+    own.propose = watched  # type: ignore[method-assign]
+    costs = warm_up(engine, stream).decode_costs
+    assert costs is not None
+    for cost in costs:
+        kind = [s for s in seen if s.running == cost["sequences"] and not s.prefill_tokens]
+        assert cost["propose_s"] is not None and 0 < cost["propose_s"] <= max(s.propose_s for s in kind)
+        assert cost["step_s"] >= cost["forward_s"] > 0
+    timed = [lengths for lengths, in_place in asked if not in_place]
+    assert timed and all(lengths == {3} for lengths in timed)
+    kept = getattr(own, "_seen", None) or getattr(own, "_indices", None)
+    assert not kept, "a proposer remembers requests of the warm-up"
+
+
+def test_costs_reach_the_decoder_that_adapts() -> None:
+    engine, stream, _ = build("batching.max_num_seqs=2", *SPECULATIVE, "decoding.draft_length=adaptive")
+    given: list[DecodeCosts] = []
+    engine.decoder.calibrate = given.append  # type: ignore[method-assign]
+    costs = warm_up(engine, stream).decode_costs
+    assert costs is not None and costs[-1]["propose_s"] is not None
+    [known] = given
+    assert known.step_s == {cost["rows"]: cost["step_s"] for cost in costs} and set(known.step_s) == {1, 2, 3, 4, 6, 8}
+    assert set(known.draft_s) == {1, 2} and known.draft_s[2] == pytest.approx(costs[-1]["propose_s"] / 3)
 
 
 def test_an_arm_without_drafts_has_no_cost_of_verification() -> None:
@@ -101,7 +138,8 @@ def test_where_no_full_draft_fits_only_plain_steps_are_timed() -> None:
         *("workload/output_length=constant", "workload.output_length.value=8", *SPECULATIVE[:2]),
     )
     costs = warm_up(engine, stream).decode_costs
-    assert costs and all(cost["rows"] == cost["sequences"] for cost in costs)
+    assert costs and all(cost["rows"] < 25 * cost["sequences"] for cost in costs)
+    assert {cost["rows"] for cost in costs} >= {1, 2, 4} and all(cost["propose_s"] is None for cost in costs)
     assert not engine.has_work
 
 
