@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from impls.kv_cache.host_swap import Fetch, HostSwap
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
@@ -17,6 +16,7 @@ from impls.seams import (
     DraftTokens,
     Emission,
     Executor,
+    Fetch,
     KVCacheManager,
     KVReservation,
     NonFiniteLogitsError,
@@ -26,6 +26,7 @@ from impls.seams import (
     StepBatch,
     StepResult,
     StepStats,
+    SwapSpace,
 )
 from impls.step_batch import BatchRow, build_batch
 
@@ -52,7 +53,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         weights_bytes: int,
-        swap: HostSwap,
+        swap: SwapSpace,
     ) -> None:
         self.scheduler, self.kv, self.executor, self.decoder = scheduler, kv, executor, decoder
         self.proposer, self.draft_executor = proposer, draft_executor
@@ -308,21 +309,19 @@ class Engine:
 
     def _propose(self, proposer: Proposer) -> None:
         """Draft for every sequence that decodes next. A draft's K/V needs room; without room there is no draft."""
-        most: dict[str, int] = {}
-        for sequence in self.scheduler.running:
-            if not sequence.finished and sequence.num_computed_tokens == sequence.num_tokens - 1:
-                room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
-                most[sequence.seq_id] = max(0, min(proposer.num_draft_tokens, room))
         wanted: dict[str, int] = {}
         sequences: list[Sequence] = []
-        for seq_id, k in self.decoder.draft_lengths(most).items():
+        for sequence in self.scheduler.running:
+            if sequence.finished or sequence.num_computed_tokens != sequence.num_tokens - 1:
+                continue
+            room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
+            k = min(proposer.num_draft_tokens, room)
             if k <= 0:
                 continue
-            sequence = self._sequences[seq_id]
             written = sequence.num_tokens + min(k - 1, proposer.max_lookahead_tokens)  # the last draft is not fed
-            if proposer.max_lookahead_tokens and not self.kv.allocate(seq_id, written):
+            if proposer.max_lookahead_tokens and not self.kv.allocate(sequence.seq_id, written):
                 continue
-            wanted[seq_id] = k
+            wanted[sequence.seq_id] = k
             sequences.append(sequence)
         if not sequences:
             return
@@ -355,6 +354,5 @@ class Engine:
     def _forget(self, seq_id: str) -> None:
         self._drafts.pop(seq_id, None)
         self.swap.drop(seq_id)
-        self.decoder.forget(seq_id)
         if self.proposer is not None:
             self.proposer.forget(seq_id)

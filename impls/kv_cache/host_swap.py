@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from impls.kv_cache.storage import KVStorage
-
-# Writes a sequence's keys and values to these blocks of the storage; bytes copied.
-Fetch = Callable[[KVStorage, Seq[int]], int]
+from impls.seams import BlockStorage, Fetch, SwapSpace
 
 
-class HostSwap:
+class HostSwap(SwapSpace):
     """Copies whole blocks of every storage (a draft model's layers lie in the same blocks) out and back.
 
     A sequence that another engine has begun waits alike: what it `expect`s is fetched when it is swapped in, of the
@@ -23,26 +19,20 @@ class HostSwap:
     ``route`` says what a copy crosses. On a CPU it stays in host memory, so its time says nothing about a GPU's bus.
     """
 
-    def __init__(self, storages: Seq[KVStorage], device: torch.device) -> None:
+    def __init__(self, storages: Seq[BlockStorage], device: torch.device) -> None:
         self.route = "host to host" if device.type == "cpu" else f"{device.type} to host"
         self._storages = tuple(storages)
         self._kept: dict[str, list[Tensor]] = {}
         self._expected: dict[str, Fetch] = {}
 
     def expect(self, seq_id: str, fetch: Fetch) -> None:
-        """Its keys and values lie elsewhere until `swap_in`."""
         self._expected[seq_id] = fetch
 
     def swap_out(self, seq_id: str, blocks: Seq[int]) -> int:
-        """Keep a copy of these blocks; bytes copied."""
         self._kept[seq_id] = [storage.export(blocks).to("cpu") for storage in self._storages]
         return sum(data.nbytes for data in self._kept[seq_id])
 
     def swap_in(self, seq_id: str, blocks: Seq[int]) -> int:
-        """Write what was kept to these blocks, as many and in the same order, and keep it no longer; bytes copied.
-
-        KeyError for a sequence of which nothing is kept.
-        """
         if (fetch := self._expected.pop(seq_id, None)) is not None:
             return fetch(self._storages[0], blocks)
         kept = self._kept.pop(seq_id)
@@ -51,7 +41,6 @@ class HostSwap:
         return sum(data.nbytes for data in kept)
 
     def drop(self, seq_id: str) -> None:
-        """It will not run again."""
         self._kept.pop(seq_id, None)
         self._expected.pop(seq_id, None)
 

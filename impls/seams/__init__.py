@@ -3,12 +3,12 @@
 from impls.seams.arm import Arm, Clock, ModelShape
 from impls.seams.attention import AttentionBackend, StepBatch
 from impls.seams.batching import ScheduledStep, Scheduler
-from impls.seams.decoding import DecodeCosts, Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
+from impls.seams.decoding import Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
 from impls.seams.execution import CausalLM, Executor, LayerAttention
-from impls.seams.kv_cache import KVCacheManager, KVReservation, PrefixIndex
+from impls.seams.kv_cache import BlockStorage, Fetch, KVCacheManager, KVReservation, PrefixIndex, SwapSpace
 from impls.seams.precision import LinearMethod, PackedLinear
 from impls.seams.target import DraftForward, Emission, ForeignTarget, StepResult, StepStats, Target
-from impls.seams.topology import BlockStorage, EngineBuilder, Topology
+from impls.seams.topology import EngineBuilder, Topology
 
 __all__ = [
     "Arm",
@@ -16,13 +16,13 @@ __all__ = [
     "BlockStorage",
     "CausalLM",
     "Clock",
-    "DecodeCosts",
     "Decoder",
     "DraftForward",
     "DraftTokens",
     "Emission",
     "EngineBuilder",
     "Executor",
+    "Fetch",
     "ForeignTarget",
     "KVCacheManager",
     "KVReservation",
@@ -39,6 +39,7 @@ __all__ = [
     "StepBatch",
     "StepResult",
     "StepStats",
+    "SwapSpace",
     "Target",
     "Topology",
 ]

@@ -1,10 +1,15 @@
-"""Where keys and values live: `KVCacheManager`, and `PrefixIndex`, by which sequences share what is equal."""
+"""Where keys and values live: `KVCacheManager`, `PrefixIndex`, by which sequences share what is equal, and `SwapSpace`,
+where those of preempted sequences wait."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from impls.seams.arm import Arm
 
@@ -126,3 +131,43 @@ class KVReservation:
     reserved: int
     used: int
     finished: bool
+
+
+class BlockStorage(Protocol):
+    """Keys and values by block; several processes may look at one that lies in shared memory."""
+
+    def export(self, blocks: Seq[int]) -> Tensor:
+        """A copy of whole blocks, for `import_` of a storage of the same shape."""
+
+    def import_(self, blocks: Seq[int], data: Tensor) -> None: ...
+
+
+# Writes a sequence's keys and values to these blocks of the storage; bytes copied.
+Fetch = Callable[[BlockStorage, Seq[int]], int]
+
+
+class SwapSpace(Protocol):
+    """Where the keys and values of sequences wait that hold no blocks: taken out here, or begun by another engine.
+
+    route: what a copy crosses, for the record.
+    """
+
+    route: str
+
+    def expect(self, seq_id: str, fetch: Fetch) -> None:
+        """Its keys and values lie elsewhere until `swap_in`, which fetches them."""
+
+    def swap_out(self, seq_id: str, blocks: Seq[int]) -> int:
+        """Keep a copy of these blocks; bytes copied."""
+
+    def swap_in(self, seq_id: str, blocks: Seq[int]) -> int:
+        """Write what was kept to these blocks, as many and in the same order, and keep it no longer; bytes copied.
+
+        KeyError for a sequence of which nothing is kept.
+        """
+
+    def drop(self, seq_id: str) -> None:
+        """It will not run again; nothing may be kept of it."""
+
+    @property
+    def kept_bytes(self) -> int: ...

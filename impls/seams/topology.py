@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from impls.request import Request
 from impls.seams.arm import Arm, Clock
-from impls.seams.kv_cache import KVCacheManager
+from impls.seams.kv_cache import BlockStorage, KVCacheManager
 from impls.seams.target import StepResult
 
 Config = Mapping[str, Any]
-
-
-class BlockStorage(Protocol):
-    """Keys and values by block; several processes may look at one that lies in shared memory."""
-
-    def export(self, blocks: Seq[int]) -> Tensor:
-        """A copy of whole blocks, for `import_` of a storage of the same shape."""
-
-    def import_(self, blocks: Seq[int], data: Tensor) -> None: ...
 
 
 class EngineBuilder(Protocol):

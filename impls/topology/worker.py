@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from impls.request import Request, Sequence
-from impls.seams import Clock, EngineBuilder, KVReservation, StepResult, StepStats
-from impls.seams.topology import BlockStorage, Config
+from impls.seams import BlockStorage, Clock, EngineBuilder, KVReservation, StepResult, StepStats
+from impls.seams.topology import Config
 from impls.topology.messages import Answer, Call, Drop, Failed, HandOver, Order, Resume, Stepped, Submit
 
 
