@@ -309,19 +309,21 @@ class Engine:
 
     def _propose(self, proposer: Proposer) -> None:
         """Draft for every sequence that decodes next. A draft's K/V needs room; without room there is no draft."""
+        most: dict[str, int] = {}
+        for sequence in self.scheduler.running:
+            if not sequence.finished and sequence.num_computed_tokens == sequence.num_tokens - 1:
+                room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
+                most[sequence.seq_id] = max(0, min(proposer.num_draft_tokens, room))
         wanted: dict[str, int] = {}
         sequences: list[Sequence] = []
-        for sequence in self.scheduler.running:
-            if sequence.finished or sequence.num_computed_tokens != sequence.num_tokens - 1:
-                continue
-            room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
-            k = min(proposer.num_draft_tokens, room)
+        for seq_id, k in self.decoder.draft_lengths(most).items():
             if k <= 0:
                 continue
+            sequence = self._sequences[seq_id]
             written = sequence.num_tokens + min(k - 1, proposer.max_lookahead_tokens)  # the last draft is not fed
-            if proposer.max_lookahead_tokens and not self.kv.allocate(sequence.seq_id, written):
+            if proposer.max_lookahead_tokens and not self.kv.allocate(seq_id, written):
                 continue
-            wanted[sequence.seq_id] = k
+            wanted[seq_id] = k
             sequences.append(sequence)
         if not sequences:
             return
@@ -354,5 +356,6 @@ class Engine:
     def _forget(self, seq_id: str) -> None:
         self._drafts.pop(seq_id, None)
         self.swap.drop(seq_id)
+        self.decoder.forget(seq_id)
         if self.proposer is not None:
             self.proposer.forget(seq_id)

@@ -3,7 +3,7 @@
 from impls.seams.arm import Arm, Clock, ModelShape
 from impls.seams.attention import AttentionBackend, StepBatch
 from impls.seams.batching import ScheduledStep, Scheduler
-from impls.seams.decoding import Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
+from impls.seams.decoding import DecodeCosts, Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
 from impls.seams.execution import CausalLM, Executor, LayerAttention
 from impls.seams.kv_cache import BlockStorage, Fetch, KVCacheManager, KVReservation, PrefixIndex, SwapSpace
 from impls.seams.precision import LinearMethod, PackedLinear
@@ -16,6 +16,7 @@ __all__ = [
     "BlockStorage",
     "CausalLM",
     "Clock",
+    "DecodeCosts",
     "Decoder",
     "DraftForward",
     "DraftTokens",
