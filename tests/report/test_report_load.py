@@ -43,6 +43,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_medians_stand_at_their_rates_with_their_intervals(swept: Path) -> None:
     report = load(swept)
     found = chart(report)
+    points = [y for trace in found.traces if trace["yaxis"] == "y3" for y in trace["y"] if y is not None]
+    assert max(points) >= max(RATES) and found.layout["yaxis3"]["range"] == [0, pytest.approx(1.15 * max(points))]
     by_rate = {offered_rate(arm): arm for arm in report.arms}
     for index, panel in enumerate(PANELS):
         axis = "x" if index == 0 else f"x{index + 1}"

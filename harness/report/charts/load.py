@@ -117,7 +117,7 @@ def chart(report: Report) -> Chart:
         }
         layout[f"yaxis{suffix}"] = {
             **{"anchor": f"x{suffix}", "domain": [0, 0.93]},
-            **({"type": "log", "dtick": "D2"} if log else {"rangemode": "tozero"}),
+            **({"type": "log", "dtick": "D2"} if log else {"range": [0, _top(traces, f"y{suffix}")]}),
             "title": {"text": f"{panel.axis} ({panel.unit}{', log scale' if log else ''})"},
         }
         layout["annotations"].append(
@@ -207,6 +207,11 @@ def _interval(values: Sequence[float], confidence: float) -> tuple[float, float]
 
 def _end(arms: Sequence[Arm]) -> float:
     return round(1.06 * max(offered_rate(arm) or 0.0 for arm in arms), 6)
+
+
+def _top(traces: Sequence[dict[str, Any]], yaxis: str) -> float:
+    """Above every point and what is offered. An interval of three rates near 0 may reach ten times as far."""
+    return round(1.15 * max(y for trace in traces if trace["yaxis"] == yaxis for y in trace["y"] if y is not None), 6)
 
 
 def _references(arms: Sequence[Arm]) -> list[dict[str, Any]]:
