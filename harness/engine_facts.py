@@ -23,7 +23,7 @@ class EngineFacts:
 
 def engine_facts(engine: Engine, kv_element_bytes: int) -> EngineFacts:
     return EngineFacts(
-        kernels=kernels(engine),
+        kernels=kernels(engine, kv_element_bytes),
         emulated=emulated(engine),
         weights_bytes=engine.weights_bytes,
         speculation=engine.decoder.uses_proposer,
@@ -31,13 +31,13 @@ def engine_facts(engine: Engine, kv_element_bytes: int) -> EngineFacts:
     )
 
 
-def kernels(engine: Engine) -> dict[str, str]:
-    model = engine.executor.model
+def kernels(engine: Engine, kv_element_bytes: int = 2) -> dict[str, str]:
+    model, attention = engine.executor.model, engine.executor.attention
     found = {
         "linear": model.method.kernel,
         "head": model.method.head_method().kernel,
         "elementwise": engine.executor.compiler or model.elementwise_kernel,
-        "attention": type(engine.executor.attention).__name__,
+        "attention": type(attention).__name__ + (f", {attention.reads_scaled}" if kv_element_bytes == 1 else ""),
     }
     found |= {"calibration": model.packed_by} if model.packed_by else {}
     return found | ({"swap": engine.swap.route} if engine.scheduler.preemption == "swap" else {})

@@ -17,7 +17,7 @@ import torch
 from harness.arm import option
 from harness.drive import RealClock
 from harness.records import TrialRecord, read_run, write_json
-from impls.build import build_engine, max_model_len
+from impls.build import build_engine, kv_dtype_name, max_model_len
 from impls.models.source import open_model
 from impls.request import Request
 from impls.step_batch import BatchRow, build_batch
@@ -142,9 +142,11 @@ def check_study(run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baselin
             continue
         if agreement.divergences and forcer is None:
             forcer = TeacherForcer(configs[baseline])
-        limit = None if is_fp32(config) and is_fp32(configs[baseline]) else MAX_TEACHER_FORCED
+        in_fp32 = is_fp32(config) and is_fp32(configs[baseline])
+        limit = None if in_fp32 else MAX_TEACHER_FORCED
         judged = [] if forcer is None else forcer.judge(agreement, requests, reference.requests, limit)
-        _record(trial, reference, agreement, judged, same_precision(config, configs[baseline]))
+        equal = same_precision(config, configs[baseline])
+        _record(trial, reference, agreement, judged, equal, in_fp32=in_fp32)
 
 
 def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
@@ -161,18 +163,25 @@ def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
 
 
 def is_fp32(config: Mapping[str, Any]) -> bool:
-    return bool(config["precision"]["name"] == "fp32")
+    """Its keys and values too: where they are rounded, the last bit of a GEMM decides to which side."""
+    return bool(config["precision"]["name"] == "fp32" and kv_dtype_name(config) == "fp32")
 
 
 def same_precision(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
-    return all(config[group]["name"] == reference[group]["name"] for group in ("precision", "kv_dtype"))
+    equal = config["precision"]["name"] == reference["precision"]["name"]
+    return bool(equal and kv_dtype_name(config) == kv_dtype_name(reference))
 
 
 def _record(
-    trial: TrialRecord, reference: TrialRecord, agreement: Agreement, judged: Sequence[Divergence], equal: bool
+    trial: TrialRecord,
+    reference: TrialRecord,
+    agreement: Agreement,
+    judged: Sequence[Divergence],
+    equal: bool,
+    *,
+    in_fp32: bool,
 ) -> None:
     """Write the verdict into the trial's run.json."""
-    in_fp32 = equal and trial.run["axes"]["precision"] == "fp32"
     tie = FP32_TIE if in_fp32 else LOW_PRECISION_TIE
     excused = sum(d.gap is not None and d.gap <= tie for d in judged) if in_fp32 else 0
     run = dict(trial.run)

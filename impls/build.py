@@ -20,7 +20,7 @@ from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, Topology
 from impls.topology.held_blocks import holding
 
 AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
-KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 EAGER = {"name": "eager", "_target_": "impls.execution.eager.EagerExecutor"}
 ALLOWED_PREFIXES = ("impls.", "workloads.", "harness.")
 
@@ -65,6 +65,8 @@ def validate_axes(arm: Arm) -> list[str]:
         if "_target_" not in arm.axes[group] or (group == "proposer" and not uses_proposer(arm.axes)):
             continue
         reasons += [f"{group}={arm.axes[group]['name']}: {why}" for why in locate(arm.axes[group]).validate(arm)]
+    if arm.element_bytes == 1 and "attention" in groups and locate(arm.axes["attention"]).reads_scaled is None:
+        reasons.append(f"attention={arm.axes['attention']['name']}: cannot read 8-bit keys and values (kv_dtype)")
     return reasons
 
 

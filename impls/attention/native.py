@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from impls import native
-from impls.seams import Arm, AttentionBackend, StepBatch
+from impls.seams import Arm, AttentionBackend, LayerCache, StepBatch, values_and_scales
 
 
 class NativeAttention(AttentionBackend):
     """Nothing is gathered and nothing padded: the block table, the lengths and the query starts go to the kernel."""
+
+    reads_scaled = "reads 8-bit K/V in place"
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -26,5 +28,6 @@ class NativeAttention(AttentionBackend):
         scale = self.shape.head_dim**-0.5
         self._attend = native.PagedAttention(batch.query_start, batch.seq_lens, batch.block_table, scale)
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
-        return self._attend(q, k_cache, v_cache)
+    def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor:
+        (k, k_scale), (v, v_scale) = values_and_scales(k_cache), values_and_scales(v_cache)
+        return self._attend(q, k, v, k_scale, v_scale)

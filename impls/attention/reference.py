@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impls.seams import AttentionBackend, StepBatch
+from impls.seams import AttentionBackend, LayerCache, StepBatch, values_and_scales
 
 
 class ReferenceAttention(AttentionBackend):
     """softmax(Q K^T / sqrt(D)) V, written out. Slow on purpose: nothing here is worth doubting."""
 
+    reads_scaled = "8-bit K/V dequantised to FP32"
+
     def prepare(self, batch: StepBatch) -> None:
         self._batch = batch
         self._tables = batch.block_table.tolist()
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor:
         batch = self._batch
         out = torch.zeros_like(q)
         row = 0
@@ -29,11 +31,16 @@ class ReferenceAttention(AttentionBackend):
         return out
 
     @staticmethod
-    def _read(cache: Tensor, table: list[int], kv_len: int) -> Tensor:
+    def _read(cache: LayerCache, table: list[int], kv_len: int) -> Tensor:
         """The first ``kv_len`` positions of a sequence, FP32 [kv_len, num_kv_heads, head_dim]."""
-        block_size = cache.shape[1]
-        pieces = [cache[block, : kv_len - i * block_size] for i, block in enumerate(table) if i * block_size < kv_len]
-        return torch.cat(pieces).float()
+        values, scales = values_and_scales(cache)
+        block_size = values.shape[1]
+
+        def live(x: Tensor) -> Tensor:
+            pieces = [x[block, : kv_len - i * block_size] for i, block in enumerate(table) if i * block_size < kv_len]
+            return torch.cat([piece.float() for piece in pieces])
+
+        return live(values) if scales is None else live(values) * live(scales)[..., None]
 
     def gathered_bytes(self, batch: StepBatch) -> int:
         """Every layer copies every live position, K and V, to FP32."""

@@ -3,7 +3,8 @@
 The kernel takes rectangles. A step is therefore cut into groups of sequences with the same number of queries and
 similar lengths; each group is one call. The query heads of one KV head are packed as rows of that head, so its keys are
 read once and never repeated. Keys lie in place where one view covers the group (one block per sequence, equal lengths);
-elsewhere the live positions are gathered, layer by layer, into one buffer that all layers and steps share.
+elsewhere the live positions are gathered, layer by layer, into one buffer that all layers and steps share. The kernel
+knows no 8-bit keys: those of a group are multiplied by their scales into a buffer of q's type.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.seams import AttentionBackend, ModelShape, StepBatch
+from impls.seams import KV_SCALE_BYTES, AttentionBackend, LayerCache, ModelShape, StepBatch, values_and_scales
 
 MAX_PACKED_QUERIES = 16  # more queries than this fill a call on their own, and then a causal call beats a mask
 MIN_GROUP = 8  # measured on 2 cores: below this a further call costs more than the padding that it saves
@@ -43,12 +44,14 @@ class Group:
 class SDPAAttention(AttentionBackend):
     """Runs on every device; on a CPU it is the fastest that PyTorch alone offers."""
 
+    reads_scaled = "8-bit K/V gathered and dequantised"
+
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape, device)
         self.query_heads_per_kv_head = shape.num_heads // shape.num_kv_heads
         self._groups: list[Group] = []
         self._covered = 0
-        self._stored_bytes = self._widened_bytes = 0  # per element, of the last step
+        self._stored_bytes = self._widened_bytes = 0  # of a position's keys of one head, in the last step
         self._buffers: dict[str, Tensor] = {}
 
     # --- once a step --------------------------------------------------------------------------------------------------
@@ -96,9 +99,10 @@ class SDPAAttention(AttentionBackend):
 
     # --- once a layer -------------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
-        self._stored_bytes = k_cache.element_size()
-        self._widened_bytes = 0 if q.dtype == k_cache.dtype else q.element_size()
+    def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor:
+        values, scales = values_and_scales(k_cache)
+        self._stored_bytes = q.shape[-1] * values.element_size() + (0 if scales is None else KV_SCALE_BYTES)
+        self._widened_bytes = 0 if q.dtype == values.dtype else q.shape[-1] * q.element_size()
         if len(self._groups) == 1 and self._covered == len(q) and isinstance(self._groups[0].rows, slice):
             return self._attend(q, k_cache, v_cache, self._groups[0])
         out = torch.empty_like(q) if self._covered == len(q) else torch.zeros_like(q)
@@ -106,10 +110,10 @@ class SDPAAttention(AttentionBackend):
             out[group.rows] = self._attend(q[group.rows], k_cache, v_cache, group)
         return out
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Group) -> Tensor:
+    def _attend(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, group: Group) -> Tensor:
         """q [count * query_len, H, D] of one group, to the same shape."""
         count, query_len, packed = group.count, group.query_len, self.query_heads_per_kv_head
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        num_kv_heads, head_dim = self.shape.num_kv_heads, q.shape[-1]
         keys = self._keys("k", k_cache, group, q.dtype)
         values = self._keys("v", v_cache, group, q.dtype)
         mask = self._mask(group, q.dtype)
@@ -124,29 +128,35 @@ class SDPAAttention(AttentionBackend):
         out = out.reshape(count, num_kv_heads, query_len, packed, head_dim).transpose(1, 2)
         return out.reshape(q.shape)
 
-    def _keys(self, name: str, cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    def _keys(self, name: str, cache: LayerCache, group: Group, dtype: torch.dtype) -> Tensor:
         """[count, Hkv, kv_len, D] in ``dtype``: a view of the cache, or a copy of the group's live positions."""
-        _, block_size, num_kv_heads, head_dim = cache.shape
-        if group.blocks is not None:
-            keys = cache[group.blocks, : group.kv_len]
-        else:
-            assert group.slots is not None
-            if cache.stride(0) == block_size * cache.stride(1):
-                gathered = self._buffer(name, cache.dtype, len(group.slots), num_kv_heads, head_dim)
-                torch.index_select(cache.flatten(0, 1), 0, group.slots, out=gathered)
-            else:  # interleaved storage: blocks cannot be flattened without copying the whole cache
-                gathered = cache[group.slots // block_size, group.slots % block_size]
-            keys = gathered.view(group.count, group.kv_len, num_kv_heads, head_dim)
+        values, scales = values_and_scales(cache)
+        keys = self._live(name, values, group)
         if keys.dtype != dtype:
-            wide = self._buffer(f"{name} as {dtype}", dtype, group.count * group.kv_len, num_kv_heads, head_dim)
+            wide = self._buffer(f"{name} as {dtype}", dtype, group.count * group.kv_len, *keys.shape[2:])
             keys = wide.view(keys.shape).copy_(keys)
+            if scales is not None:
+                keys *= self._live(f"{name} scales", scales, group).unsqueeze(-1)
         return keys.transpose(1, 2)
 
-    def _buffer(self, name: str, dtype: torch.dtype, length: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    def _live(self, name: str, x: Tensor, group: Group) -> Tensor:
+        """What lies at the group's positions, [count, kv_len, Hkv, ...] of x [num_blocks, block_size, Hkv, ...]."""
+        if group.blocks is not None:
+            return x[group.blocks, : group.kv_len]
+        assert group.slots is not None
+        block_size, bits = x.shape[1], x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+        if x.stride(0) == block_size * x.stride(1):
+            gathered = self._buffer(name, bits.dtype, len(group.slots), *x.shape[2:])
+            torch.index_select(bits.flatten(0, 1), 0, group.slots, out=gathered)
+        else:  # interleaved storage: blocks cannot be flattened without copying the whole cache
+            gathered = bits[group.slots // block_size, group.slots % block_size]
+        return gathered.view(x.dtype).view(group.count, group.kv_len, *x.shape[2:])
+
+    def _buffer(self, name: str, dtype: torch.dtype, length: int, *rest: int) -> Tensor:
         held = self._buffers.get(name)
         if held is None or len(held) < length:
             with torch.inference_mode(False):  # else it could not be written outside of inference mode
-                held = torch.empty(2 * length, num_kv_heads, head_dim, dtype=dtype, device=self.device)
+                held = torch.empty(2 * length, *rest, dtype=dtype, device=self.device)
             self._buffers[name] = held
         return held[:length]
 
@@ -161,7 +171,7 @@ class SDPAAttention(AttentionBackend):
 
     def gathered_bytes(self, batch: StepBatch) -> int:
         """Bytes written by the copies of the step just run: gathered as stored, then widened if q is wider."""
-        per_position = 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim
+        per_position = 2 * self.shape.num_layers * self.shape.num_kv_heads
         gathered = sum(len(group.slots) for group in self._groups if group.slots is not None)
         keys = sum(group.count * group.kv_len for group in self._groups)
         return per_position * (gathered * self._stored_bytes + keys * self._widened_bytes)

@@ -3,7 +3,8 @@
 Grid of the main kernel: (query blocks, KV heads, splits). A query block holds BLOCK_Q consecutive tokens of a sequence
 with all GROUP query heads of its KV head, so that a tile of keys is read once for all of them. The number of blocks is
 bounded on the host from shapes alone; which sequence a block belongs to is found by binary search, so a captured graph
-replays for any lengths. Online softmax in FP32, in powers of two.
+replays for any lengths. Online softmax in FP32, in powers of two. Keys and values of 8 bits are multiplied as they are:
+the keys' scales go to the scores, the values' to the weights.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -40,6 +41,15 @@ def _sequence_of_block(query_start_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
+@triton.jit
+def _from_8_bits(x, FP8: tl.constexpr):
+    """INT8, or the bytes of E4M3 (no NaN), as FP32. By arithmetic: not every GPU converts E4M3, and every one FP16."""
+    if FP8:
+        half = ((x & 0x80).to(tl.uint16) << 8) | ((x & 0x7F).to(tl.uint16) << 7)  # its bits where FP16 has its own
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0  # 2^(15 - 7): between the exponents' biases
+    return x.to(tl.float32)
+
+
 # These two change from step to step: a variant for each kind of number would be compiled in the middle of a run.
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def paged_attention_kernel(
@@ -49,6 +59,8 @@ def paged_attention_kernel(
     out_ptr,  # SPLITS == 1: as q. Else FP32 [T, num_heads, SPLITS, head_dim], not yet divided by its sum
     max_ptr,  # FP32 [T, num_heads, SPLITS], only written if SPLITS > 1; so is sum_ptr
     sum_ptr,
+    k_scale_ptr,  # BF16 [num_blocks, block_size, num_kv_heads], read only if SCALED; so is v_scale_ptr
+    v_scale_ptr,
     query_start_ptr,  # int32 [S + 1]
     seq_lens_ptr,  # int32 [S]
     block_table_ptr,  # int32 [S, max_blocks]
@@ -66,6 +78,12 @@ def paged_attention_kernel(
     v_stride_s,
     v_stride_h,
     v_stride_d,
+    k_scale_stride_b,
+    k_scale_stride_s,
+    k_scale_stride_h,
+    v_scale_stride_b,
+    v_scale_stride_s,
+    v_scale_stride_h,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -75,6 +93,8 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,  # k and v are INT8, or the bytes of E4M3 if FP8
+    FP8: tl.constexpr,
     OPERAND: tl.constexpr,  # what tl.dot multiplies; q's type, except in the interpreter, which cannot multiply BF16
 ):
     kv_head = tl.program_id(1)
@@ -122,9 +142,14 @@ def paged_attention_kernel(
         k = tl.load(
             k_ptr + (block * k_stride_b + slot * k_stride_s + kv_head * k_stride_h)[:, None] + d[None, :] * k_stride_d,
             mask=loadable,
-            other=0.0,
+            other=0,
         )
+        if SCALED:
+            k = _from_8_bits(k, FP8)
         scores = tl.dot(q, tl.trans(k.to(element).to(OPERAND)), input_precision="ieee") * scale_log2
+        if SCALED:
+            at = block * k_scale_stride_b + slot * k_scale_stride_s + kv_head * k_scale_stride_h
+            scores *= tl.load(k_scale_ptr + at, mask=n_valid, other=0.0).to(tl.float32)[None, :]
         scores = tl.where((n[None, :] <= position[:, None]) & n_valid[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
@@ -134,8 +159,12 @@ def paged_attention_kernel(
         v = tl.load(
             v_ptr + (block * v_stride_b + slot * v_stride_s + kv_head * v_stride_h)[:, None] + d[None, :] * v_stride_d,
             mask=loadable,
-            other=0.0,
+            other=0,
         )
+        if SCALED:
+            v = _from_8_bits(v, FP8)
+            at = block * v_scale_stride_b + slot * v_scale_stride_s + kv_head * v_scale_stride_h
+            p *= tl.load(v_scale_ptr + at, mask=n_valid, other=0.0).to(tl.float32)[None, :]
         p = p.to(element).to(OPERAND)
         acc = acc * rescale[:, None] + tl.dot(p, v.to(element).to(OPERAND), input_precision="ieee")
         running_max = new_max

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from impls.seams import Arm, AttentionBackend, ModelShape, StepBatch
+from impls.seams import Arm, AttentionBackend, LayerCache, ModelShape, StepBatch, values_and_scales
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -23,6 +23,8 @@ class TritonAttention(AttentionBackend):
     Launches depend on shapes and on the host's ``query_lens`` only, never on lengths that live on the device, so a CUDA
     graph captured for a decode batch replays for any lengths. Every stride is passed: caches may be views.
     """
+
+    reads_scaled = "reads 8-bit K/V in place"
 
     def __init__(self, shape: ModelShape, device: torch.device, num_splits: int = 16) -> None:
         """num_splits: into how many parts a decode step of few sequences cuts its keys, a power of two; 1 never does,
@@ -63,8 +65,11 @@ class TritonAttention(AttentionBackend):
                 torch.empty(parts, device=self.device),
             )
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor:
         batch, splits = self._batch, self._splits
+        (k, k_scale), (v, v_scale) = values_and_scales(k_cache), values_and_scales(v_cache)
+        if fp8 := k.dtype == torch.float8_e4m3fn:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
         num_tokens, num_heads, head_dim = q.shape
         if q.stride(-1) != 1:
             q = q.contiguous()
@@ -77,11 +82,13 @@ class TritonAttention(AttentionBackend):
         target, maxima, sums = (out, out, out) if splits == 1 else self._scratch or self._new_scratch()
         self._kernels.paged_attention_kernel[(num_tokens // block_q + num_seqs, self.shape.num_kv_heads, splits)](
             q,
-            k_cache,
-            v_cache,
+            k,
+            v,
             target,
             maxima,
             sums,
+            q if k_scale is None else k_scale,  # some pointer: it is not read then
+            q if v_scale is None else v_scale,
             batch.query_start,
             batch.seq_lens,
             batch.block_table,
@@ -91,8 +98,10 @@ class TritonAttention(AttentionBackend):
             q.stride(1),
             out.stride(0),
             out.stride(1),
-            *k_cache.stride(),
-            *v_cache.stride(),
+            *k.stride(),
+            *v.stride(),
+            *((0, 0, 0) if k_scale is None else k_scale.stride()),
+            *((0, 0, 0) if v_scale is None else v_scale.stride()),
             batch.block_table.stride(0),
             BLOCK_SIZE=batch.block_size,
             GROUP=self.group,
@@ -102,6 +111,8 @@ class TritonAttention(AttentionBackend):
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             SPLITS=splits,
+            SCALED=k_scale is not None,
+            FP8=fp8,
             OPERAND=self._kernels.operand_type(q.dtype),
             num_warps=warps,
             num_stages=2,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from impls.seams import AttentionBackend, CausalLM, Clock, Executor, LayerAttention, StepBatch
+from impls.seams import AttentionBackend, CausalLM, Clock, Executor, LayerAttention, LayerCache, StepBatch
 
 
 class LayerStorage(Protocol):
@@ -16,9 +16,9 @@ class LayerStorage(Protocol):
     num_blocks: int
     block_size: int
 
-    def k(self, layer: int) -> Tensor: ...
+    def k(self, layer: int) -> LayerCache: ...
 
-    def v(self, layer: int) -> Tensor: ...
+    def v(self, layer: int) -> LayerCache: ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
+
+from impls import native
+from impls.kv_cache.quantized import LARGEST, SCALE_DTYPE, quantize
+from impls.seams import KV_SCALE_BYTES, LayerCache, ScaledCache, values_and_scales
 
 
 class KVStorage:
@@ -16,6 +21,8 @@ class KVStorage:
 
     Behind the last block lies one row that belongs to no block. Slot -1 (*do not store*) is the last row, hence that
     one: padding needs no test, no host sync and no branch, and cannot land in a block (vllm#43810).
+
+    int8 and float8_e4m3fn are scaled (`quantized.quantize`), and a layer's keys or values are a `ScaledCache`.
 
     ``memory``: uint8 [bytes_needed] in which all of them lie, which another process may look at; None: their own.
     """
@@ -32,60 +39,109 @@ class KVStorage:
         memory: Tensor | None = None,
     ) -> None:
         self.num_layers, self.num_blocks, self.block_size, self.dtype = num_layers, num_blocks, block_size, dtype
-        num_slots = num_blocks * block_size
+        self._scaled = dtype in LARGEST
+        num_slots, count = num_blocks * block_size, 2 * num_layers
         rows = (num_slots + 1, num_kv_heads, head_dim)
         blocks = (num_blocks, block_size, num_kv_heads, head_dim)
+        scales: list[Tensor] = []
         if memory is None:
-            all_rows = [torch.empty(rows, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+            values = [torch.empty(rows, dtype=dtype, device=device) for _ in range(count)]
+            if self._scaled:
+                scales = [torch.empty(rows[:2], dtype=SCALE_DTYPE, device=device) for _ in range(count)]
         else:
-            all_rows = [part.view(dtype).view(rows) for part in memory.chunk(2 * num_layers)]
-        self._k_rows, self._v_rows = all_rows[:num_layers], all_rows[num_layers:]
-        self._k = [tensor[:num_slots].view(blocks) for tensor in self._k_rows]
-        self._v = [tensor[:num_slots].view(blocks) for tensor in self._v_rows]
+            of_values, _ = _bytes_of_each(count, rows, dtype)
+            values = [part.view(dtype).view(rows) for part in memory[:of_values].chunk(count)]
+            if self._scaled:
+                scales = [part.view(SCALE_DTYPE).view(rows[:2]) for part in memory[of_values:].chunk(count)]
+        self._rows, self._scales = values, scales  # keys of all layers, then values
+        layers: list[LayerCache] = [each[:num_slots].view(blocks) for each in values]
+        if self._scaled:
+            paired = zip(values, scales, strict=True)
+            layers = [ScaledCache(x[:num_slots].view(blocks), s[:num_slots].view(blocks[:3])) for x, s in paired]
+        self._k, self._v = layers[:num_layers], layers[num_layers:]
+        self._writers: list[native.QuantizedWrite] = []
+        if self._scaled and device.type == "cpu" and native.available():
+            halves = (x[half] for x in (values, scales) for half in (slice(num_layers), slice(num_layers, None)))
+            self._writers = [native.QuantizedWrite(*layer) for layer in zip(*halves, strict=True)]
 
     @staticmethod
     def bytes_needed(
         num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
         """What `num_bytes` of such a storage will be."""
-        return 2 * num_layers * (num_blocks * block_size + 1) * num_kv_heads * head_dim * dtype.itemsize
+        return sum(_bytes_of_each(2 * num_layers, (num_blocks * block_size + 1, num_kv_heads, head_dim), dtype))
 
     def make_resident(self) -> None:
         """Touch every page. Memory that is only promised would flatter the arm that reserves most and writes least."""
-        for tensor in (*self._k_rows, *self._v_rows):
+        for tensor in (*self._rows, *self._scales):
             tensor.zero_()
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, num_kv_heads, head_dim], any float type, at ``slot_mapping`` int64 [T]; -1 stores nothing."""
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slot_mapping is {slot_mapping.dtype}, must be int64: smaller offsets overflow")
-        self._k_rows[layer].index_put_((slot_mapping,), k.to(self.dtype))
-        self._v_rows[layer].index_put_((slot_mapping,), v.to(self.dtype))
+        if self._writers:
+            self._writers[layer](k, v, slot_mapping)
+            return
+        for index, x in ((layer, k), (self.num_layers + layer, v)):
+            if not self._scaled:
+                self._rows[index].index_put_((slot_mapping,), x.to(self.dtype))
+                continue
+            values, scales = quantize(x, self.dtype)
+            # As bytes: not every operator knows FP8.
+            self._rows[index].view(torch.uint8).index_put_((slot_mapping,), values.view(torch.uint8))
+            self._scales[index].index_put_((slot_mapping,), scales)
 
-    def k(self, layer: int) -> Tensor:
+    def k(self, layer: int) -> LayerCache:
         return self._k[layer]
 
-    def v(self, layer: int) -> Tensor:
+    def v(self, layer: int) -> LayerCache:
         return self._v[layer]
 
     def export(self, blocks: Seq[int]) -> Tensor:
-        """A copy of whole blocks: [num_layers, 2 (k, v), len(blocks), block_size, num_kv_heads, head_dim]."""
+        """A copy of whole blocks, [num_layers, 2 (k, v), len(blocks), block_size, num_kv_heads, head_dim] in `dtype`;
+        8-bit vectors are longer by the bytes of their scale."""
         index = self._index(blocks)
-        return torch.stack([torch.stack((k[index], v[index])) for k, v in zip(self._k, self._v, strict=True)])
+
+        def copied(cache: LayerCache) -> Tensor:
+            values, scales = values_and_scales(cache)
+            if scales is None:
+                return values[index]
+            parts = (values.view(torch.uint8)[index], scales[index].unsqueeze(-1).view(torch.uint8))
+            return torch.cat(parts, -1)
+
+        layers = [torch.stack((copied(k), copied(v))) for k, v in zip(self._k, self._v, strict=True)]
+        return torch.stack(layers).view(self.dtype)
 
     def import_(self, blocks: Seq[int], data: Tensor) -> None:
         """Write what `export` gave (of this or of another storage) to these blocks, in the order given."""
-        if data.shape != (self.num_layers, 2, len(blocks), *self._k[0].shape[1:]) or data.dtype != self.dtype:
+        head_dim = self._rows[0].shape[-1]
+        width = head_dim + (KV_SCALE_BYTES if self._scaled else 0)
+        shape = (self.num_layers, 2, len(blocks), self.block_size, self._rows[0].shape[1], width)
+        if data.shape != shape or data.dtype != self.dtype:
             raise ValueError(f"{data.dtype} {tuple(data.shape)} does not fit {len(blocks)} blocks of this storage")
         index = self._index(blocks)
-        for layer, (k, v) in enumerate(zip(self._k, self._v, strict=True)):
-            k[index], v[index] = data[layer].to(k.device)
+        for layer, pair in enumerate(zip(self._k, self._v, strict=True)):
+            for cache, each in zip(pair, data[layer].to(index.device), strict=True):
+                values, scales = values_and_scales(cache)
+                if scales is None:
+                    values[index] = each
+                    continue
+                each = each.view(torch.uint8)
+                values.view(torch.uint8)[index] = each[..., :head_dim]
+                scales[index] = each[..., head_dim:].contiguous().view(SCALE_DTYPE).squeeze(-1)
 
     def num_bytes(self) -> int:
         """Bytes reserved for all layers."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._k_rows, *self._v_rows))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._rows, *self._scales))
 
     def _index(self, blocks: Seq[int]) -> Tensor:
         if not all(0 <= block < self.num_blocks for block in blocks):
             raise IndexError(f"blocks {list(blocks)} are not all within 0..{self.num_blocks - 1}")
-        return torch.tensor(list(blocks), dtype=torch.int64, device=self._k[0].device)
+        return torch.tensor(list(blocks), dtype=torch.int64, device=self._rows[0].device)
+
+
+def _bytes_of_each(count: int, rows: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the values and of the scales in ``count`` tensors of these rows."""
+    scale_bytes = KV_SCALE_BYTES if dtype in LARGEST else 0
+    return count * math.prod(rows) * dtype.itemsize, count * rows[0] * rows[1] * scale_bytes

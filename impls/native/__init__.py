@@ -4,6 +4,7 @@ from impls.native.attention import MAX_HEAD_DIM, PagedAttention, paged_attention
 from impls.native.build import NativeUnavailable, available, why_unavailable
 from impls.native.elementwise import add_rms_norm, rms_norm, rotate, silu_and_mul
 from impls.native.grouped import linear_grouped, linear_w4a8
+from impls.native.kv_write import QuantizedWrite
 from impls.native.linear import (
     linear_bf16,
     linear_int8,
@@ -18,6 +19,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "NativeUnavailable",
     "PagedAttention",
+    "QuantizedWrite",
     "add_rms_norm",
     "available",
     "linear_bf16",

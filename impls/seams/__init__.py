@@ -1,7 +1,7 @@
 """The contracts at which the axes meet, one file each. An axis folder imports these and `request`, never a sibling."""
 
-from impls.seams.arm import Arm, Clock, ModelShape
-from impls.seams.attention import AttentionBackend, StepBatch
+from impls.seams.arm import KV_SCALE_BYTES, Arm, Clock, ModelShape
+from impls.seams.attention import AttentionBackend, LayerCache, ScaledCache, StepBatch, values_and_scales
 from impls.seams.batching import ScheduledStep, Scheduler
 from impls.seams.decoding import DecodeCosts, Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
 from impls.seams.execution import CausalLM, Executor, LayerAttention
@@ -11,6 +11,7 @@ from impls.seams.target import DraftForward, Emission, ForeignTarget, StepResult
 from impls.seams.topology import EngineBuilder, Topology
 
 __all__ = [
+    "KV_SCALE_BYTES",
     "Arm",
     "AttentionBackend",
     "BlockStorage",
@@ -28,6 +29,7 @@ __all__ = [
     "KVCacheManager",
     "KVReservation",
     "LayerAttention",
+    "LayerCache",
     "LinearMethod",
     "ModelRunner",
     "ModelShape",
@@ -35,6 +37,7 @@ __all__ = [
     "PackedLinear",
     "PrefixIndex",
     "Proposer",
+    "ScaledCache",
     "ScheduledStep",
     "Scheduler",
     "StepBatch",
@@ -43,4 +46,5 @@ __all__ = [
     "SwapSpace",
     "Target",
     "Topology",
+    "values_and_scales",
 ]

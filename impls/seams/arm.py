@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+KV_SCALE_BYTES = 2  # BF16: what scales the 8-bit keys, or values, of one token and one head
+
 
 class Clock(Protocol):
     """The only clock that anything in `impls` may read: seconds since the run's start."""
@@ -36,7 +38,9 @@ class ModelShape:
     qk_norm: bool = False
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+        """Of all layers. Elements of one byte are scaled: a scale for each head's keys, and one for its values."""
+        scale_bytes = KV_SCALE_BYTES if element_bytes == 1 else 0
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
 
 
 @dataclass(frozen=True)

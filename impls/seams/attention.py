@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +42,35 @@ class StepBatch:
         return max(self.query_lens, default=0)
 
 
+class ScaledCache(NamedTuple):
+    """One layer's keys, or values, in 8 bits: ``values * scales[..., None]``.
+
+    values: int8 or float8_e4m3fn [num_blocks, block_size, num_kv_heads, head_dim]; scales: BF16, the same but head_dim.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+LayerCache = Tensor | ScaledCache
+
+
+def values_and_scales(cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+    """The numbers as they are kept, and what scales them, if anything does."""
+    return (cache, None) if isinstance(cache, Tensor) else (cache.values, cache.scales)
+
+
 class AttentionBackend(ABC):
     """Causal attention of a step's queries over a paged (or one-block) cache.
 
     q: [T, num_heads, head_dim]; k_cache, v_cache: one layer, [num_blocks, block_size, num_kv_heads, head_dim]; the
     step's own keys and values are already stored. Row i of a sequence attends to positions 0..its own position.
     Never reads a slot that was not written for that sequence. Returns [T, num_heads, head_dim] in q's dtype.
+
+    ``reads_scaled``: what it does with a `ScaledCache`, for the record; None: it cannot read one.
     """
+
+    reads_scaled: ClassVar[str | None] = None
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -61,7 +84,7 @@ class AttentionBackend(ABC):
         """Once a step, before the first layer: whatever does not depend on the layer."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: int) -> Tensor: ...
+    def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor: ...
 
     def gathered_bytes(self, batch: StepBatch) -> int:
         """Bytes that this backend copies per step only to make the cache readable (all layers); counted in `bytes`."""

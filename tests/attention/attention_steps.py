@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from impls.attention.reference import ReferenceAttention
-from impls.seams import AttentionBackend, ModelShape, StepBatch
+from impls.kv_cache.quantized import quantize
+from impls.seams import AttentionBackend, LayerCache, ModelShape, ScaledCache, StepBatch
 
 
 def model_shape(num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 64, num_layers: int = 1) -> ModelShape:
@@ -73,12 +75,15 @@ class Step:
             block_size=block_size,
         )
         written = torch.cat(slots)
+        self.written = (written // block_size, written % block_size)
         draw = torch.Generator().manual_seed(seed)
         size = (len(blocks), block_size, self.shape.num_kv_heads, self.shape.head_dim)
-        self.k, self.v = (x.to(self.device) for x in empty_caches(size, cache_dtype or dtype, layout, poison))
-        for cache in (self.k, self.v):
-            values = torch.randn(len(written), *size[2:], generator=draw).to(cache)
-            cache[written // block_size, written % block_size] = values
+        empty = [x.to(self.device) for x in empty_caches(size, cache_dtype or dtype, layout, poison)]
+        for cache in empty:
+            cache[self.written] = torch.randn(len(written), *size[2:], generator=draw).to(cache)
+        self.k: LayerCache
+        self.v: LayerCache
+        self.k, self.v = empty
         self.q = torch.randn(tokens, self.shape.num_heads, self.shape.head_dim, generator=draw).to(self.device, dtype)
         moved = {
             name: value.to(self.device) for name, value in vars(self.batch).items() if isinstance(value, torch.Tensor)
@@ -94,6 +99,24 @@ class Step:
 
     def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
         return kind(self.shape, self.device)
+
+
+def in_8_bits(step: Step, dtype: torch.dtype, layout: str = "plain", poison: float = math.nan) -> tuple[Step, Step]:
+    """The same step over a cache of 8 bits, and over the FP32 numbers that this cache stands for."""
+    scaled, wide = copy.copy(step), copy.copy(step)
+    pairs = [x.to(step.device) for x in empty_caches(tuple(step.k.shape), torch.uint8, layout, 0x7F)]  # E4M3: NaN
+    for name, kept in zip(("k", "v"), pairs, strict=True):
+        values, scales = quantize(getattr(step, name)[step.written], dtype)
+        kept[step.written] = values.view(torch.uint8)
+        of_scales = torch.full(tuple(kept.shape[:3]), poison, dtype=scales.dtype, device=step.device)
+        if layout == "heads_first":
+            of_scales = of_scales.transpose(1, 2).contiguous().transpose(1, 2)
+        of_scales[step.written] = scales
+        setattr(scaled, name, ScaledCache(kept.view(dtype), of_scales))
+        dequantised = torch.full(tuple(kept.shape), poison, device=step.device)
+        dequantised[step.written] = values.float() * scales.float()[..., None]
+        setattr(wide, name, dequantised)
+    return scaled, wide
 
 
 def empty_caches(

@@ -16,7 +16,7 @@ import torch
 
 sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
 
-from attention_steps import DECODE, MIXED, Step, model_shape, tolerance  # noqa: E402
+from attention_steps import DECODE, MIXED, Step, in_8_bits, model_shape, tolerance  # noqa: E402
 
 from impls.attention.triton_paged import TritonAttention  # noqa: E402
 
@@ -67,6 +67,54 @@ def block_size_that_is_no_power_of_two():
 
 def queries_wider_than_the_cache():
     check([(1, 33), (20, 50)], block_size=16, shape=TINY, cache_dtype=torch.bfloat16)
+
+
+def check_8_bits(lens: list[tuple[int, int]], kept: torch.dtype, layout: str = "plain", **options) -> None:
+    """The kernel on 8 bits against the reference on the numbers that they stand for."""
+    step = Step(lens, block_size=16, device=DEVICE, **{"shape": TINY} | options)
+    for poison in (math.nan, math.inf):
+        scaled, wide = in_8_bits(step, kept, layout, poison)
+        torch.testing.assert_close(run(scaled), wide.reference(), **tolerance(step.q.dtype))
+
+
+def int8_cache():
+    check_8_bits([(1, 33), (5, 40), (0, 12), (17, 60)], torch.int8, shape=model_shape())
+
+
+def fp8_cache():
+    check_8_bits(MIXED, torch.float8_e4m3fn)
+
+
+def split_decode_over_int8():
+    check_8_bits(DECODE, torch.int8)
+
+
+def split_decode_over_fp8():
+    check_8_bits(DECODE, torch.float8_e4m3fn)
+
+
+def bf16_queries_over_int8():
+    check_8_bits([(1, 33), (20, 50)], torch.int8, dtype=torch.bfloat16)
+
+
+def bf16_queries_over_fp8():
+    check_8_bits([(1, 33), (20, 50)], torch.float8_e4m3fn, dtype=torch.bfloat16)
+
+
+def interleaved_and_heads_first_8_bits():
+    check_8_bits([(1, 33), (20, 50)], torch.int8, "interleaved")
+    check_8_bits([(1, 33), (20, 50)], torch.float8_e4m3fn, "heads_first")
+
+
+def every_e4m3_number_is_what_torch_says():
+    """As values behind a single key each: what comes out is the value itself."""
+    every = [n for n in range(256) if n & 0x7F != 0x7F]
+    step = Step([(1, 1)] * 4, block_size=1, shape=model_shape(1, 1, 64), device=DEVICE)
+    scaled, _ = in_8_bits(step, torch.float8_e4m3fn)
+    bits = torch.tensor([*every, 0, 0], dtype=torch.uint8, device=DEVICE).view(4, 1, 64)
+    scaled.v.values.view(torch.uint8)[step.written] = bits
+    scaled.v.scales[step.written] = 1.0
+    assert torch.equal(run(scaled), bits.view(torch.float8_e4m3fn).float())
 
 
 def interleaved_cache():
@@ -190,6 +238,14 @@ CASES: list[Callable[[], None]] = [
     group_larger_than_a_tile,
     block_size_that_is_no_power_of_two,
     queries_wider_than_the_cache,
+    int8_cache,
+    fp8_cache,
+    split_decode_over_int8,
+    split_decode_over_fp8,
+    bf16_queries_over_int8,
+    bf16_queries_over_fp8,
+    interleaved_and_heads_first_8_bits,
+    every_e4m3_number_is_what_torch_says,
     interleaved_cache,
     heads_first_cache,
     split_decode,
