@@ -1,0 +1,111 @@
+"""The tables of docs/findings.md, from the records in results/reference.
+
+    python -m scripts.findings
+
+Each block of the page that begins with `<!-- begin: <folder> -->` becomes the table of that study's records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "results" / "reference" / "cpu"
+PAGE = ROOT / "docs" / "findings.md"
+BLOCK = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Arm = Mapping[str, Any]
+Cell = Callable[[Arm], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    cell: Cell
+
+
+def metric(name: str, key: str, digits: int, scale: float = 1.0) -> Column:
+    """The median over the trials; n/a where a metric is undefined there."""
+
+    def cell(arm: Arm) -> str:
+        value = arm["metrics"].get(key)
+        return "n/a" if value is None else f"{value * scale:,.{digits}f}" if value != "inf" else "inf"
+
+    return Column(name, cell)
+
+
+def ratio(name: str, key: str) -> Column:
+    """Against the arm that this one is to be compared with: its `versus`, or the study's baseline."""
+
+    def cell(arm: Arm) -> str:
+        found = (arm["step_ratios"] if arm["versus"] else arm["ratios"])[key]
+        if found["median"] is None:
+            return found["verdict"]
+        if (found["low"], found["high"]) == (1, 1):
+            return "-"
+        return f"{found['median']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+
+    return Column(name, cell)
+
+
+SPEED = (metric("output tok/s", "output_tokens_per_s", 1), ratio("ratio", "output_tokens_per_s"))
+TTFT = (metric("TTFT p50 s", "ttft_s.p50", 2), metric("TTFT p99 s", "ttft_s.p99", 2))
+ITL = (metric("ITL p50 ms", "itl_s.p50", 0, 1e3), metric("ITL p99 ms", "itl_s.p99", 0, 1e3))
+KV_WASTE = metric("KV used %", "kv_utilization", 1, 100)
+SLO = metric("SLO met %", "slo_attainment", 0, 100)
+GOODPUT = (metric("good requests/s", "goodput_per_s", 2), ratio("ratio of goodput", "goodput_per_s"))
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "ladder": (*SPEED, *TTFT, metric("slots %", "slot_utilization", 1, 100), KV_WASTE),
+    "controls": SPEED,
+    "aa": (*SPEED, ratio("ratio of TTFT p50", "ttft_s.p50"), ratio("ratio of ITL p99", "itl_s.p99")),
+    "chunked": (*SPEED, *ITL, ratio("ratio of ITL p99", "itl_s.p99"), *TTFT),
+    "load": (*SPEED[:1], *TTFT, *ITL, *GOODPUT[:1], SLO),
+    "prompt_lookup": (*SPEED, metric("acceptance %", "acceptance_rate", 1, 100)),
+    "prefix": (
+        *(*SPEED, *TTFT, ratio("ratio of TTFT p50", "ttft_s.p50")),
+        metric("hits %", "prefix_hit_rate_observed", 1, 100),
+    ),
+    "precision": (
+        metric("weights MB", "weights_bytes", 1, 1e-6),
+        *(*SPEED, TTFT[0], ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("perplexity", "perplexity", 2)),
+        *(metric("KL", "kl_vs_bf16", 4), metric("top-1 %", "top1_agreement", 1, 100)),
+    ),
+    "huggingface": (*SPEED, *TTFT, ITL[0]),
+    "disaggregated": (*SPEED[:1], *TTFT, *ITL, *GOODPUT, SLO),
+}
+
+
+def table(folder: Path) -> str:
+    """Markdown: one row an arm, and under it what was run, on what."""
+    columns = COLUMNS[folder.name]
+    arms = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["arms"]
+    plan = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+    compared = any(column.name.startswith("ratio") for column in columns)
+    lines = [f"| arm | {'against | ' if compared else ''}{' | '.join(column.name for column in columns)} |"]
+    lines.append(f"|---|{'---|' if compared else ''}{'---:|' * len(columns)}")
+    for name, arm in arms.items():
+        against = arm["versus"] or plan["baseline"]
+        cells = [column.cell(arm) for column in columns] if arm["metrics"] else [arm["status"]] * len(columns)
+        reference = [("" if against == name else against)] if compared else []
+        lines.append(f"| {' | '.join([name, *reference, *cells])} |")
+    run = json.loads(next(folder.glob("*/0/run.json")).read_text(encoding="utf-8"))
+    trials = max(int(path.parent.name) for path in folder.glob("*/*/run.json")) + 1
+    git = run["provenance"]["git"]
+    commit = f"commit {git['commit'][:7]}{' with changes' if git['dirty'] else ''}"
+    records = f"[records](../results/reference/cpu/{folder.name})"
+    lines += ["", f"`{plan['command']}`, {trials} trials; {plan['created'][:10]}, {commit}; {records}."]
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    return BLOCK.sub(lambda block: f"{block[1]}\n{table(RECORDS / block[2])}\n\n{block[3]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
