@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from impls.request import Sequence
-from impls.seams import Arm, KVCacheManager, ScheduledStep, Scheduler
+from impls.seams import Arm, KVCacheManager, ScheduledStep, Scheduler, never_runs
 
 
 class QueueScheduler(Scheduler):
@@ -81,7 +81,7 @@ class QueueScheduler(Scheduler):
         if seq_id in self._waiting or seq_id in self._rows or seq_id in self._rejected:
             raise ValueError(f"{seq_id} is already scheduled")
         sequence.num_reserved_tokens = 0
-        reason = self._never_runs(sequence)
+        reason = never_runs(sequence.request, self._max_model_len, self._kv)
         if reason is None:
             self._waiting[seq_id] = sequence
         else:
@@ -103,19 +103,6 @@ class QueueScheduler(Scheduler):
         return self._slots
 
     # --- for the policies ---------------------------------------------------------------------------------------------
-
-    def _never_runs(self, sequence: Sequence) -> str | None:
-        sampling, total = sequence.request.sampling, sequence.max_total_tokens
-        if sampling.n != 1:
-            return f"n={sampling.n}: only one sample per request is supported"
-        if sequence.num_prompt_tokens < 1 or sampling.max_tokens < 1:
-            return f"needs a prompt and max_tokens, has {sequence.num_prompt_tokens} and {sampling.max_tokens}"
-        what = f"prompt ({sequence.num_prompt_tokens}) + max_tokens ({sampling.max_tokens}) = {total} tokens"
-        if total > self._max_model_len:
-            return f"{what}, max_model_len is {self._max_model_len}"
-        if self._kv.never_fits(total):
-            return f"{what}, the whole KV cache holds {self._kv.num_blocks * self._kv.block_size}"
-        return None
 
     def _take_rejected(self) -> dict[str, str]:
         rejected, self._rejected = self._rejected, {}

@@ -2,7 +2,7 @@
 
 from impls.seams.arm import KV_SCALE_BYTES, Arm, Clock, ModelShape
 from impls.seams.attention import AttentionBackend, LayerCache, ScaledCache, StepBatch, values_and_scales
-from impls.seams.batching import ScheduledStep, Scheduler
+from impls.seams.batching import ScheduledStep, Scheduler, never_runs
 from impls.seams.decoding import DecodeCosts, Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
 from impls.seams.execution import CausalLM, Executor, LayerAttention
 from impls.seams.kv_cache import BlockStorage, Fetch, KVCacheManager, KVReservation, PrefixIndex, SwapSpace
@@ -46,5 +46,6 @@ __all__ = [
     "SwapSpace",
     "Target",
     "Topology",
+    "never_runs",
     "values_and_scales",
 ]

@@ -1,4 +1,4 @@
-"""Who runs in a step: `Scheduler`."""
+"""Who runs in a step: `Scheduler`, and who can never run: `never_runs`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from impls.request import Sequence
+from impls.request import Request, Sequence
 from impls.seams.arm import Arm
+from impls.seams.kv_cache import KVCacheManager
 
 
 @dataclass
@@ -91,3 +92,20 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def slots(self) -> Seq[str | None]: ...
+
+
+def never_runs(
+    request: Request, max_model_len: int, kv: KVCacheManager, cache: str = "the whole KV cache"
+) -> str | None:
+    """Why nothing with these limits could ever run it, None if something can. ``cache``: how ``kv`` is named."""
+    prompt, output = len(request.prompt_token_ids), request.sampling.max_tokens
+    if request.sampling.n != 1:
+        return f"n={request.sampling.n}: only one sample per request is supported"
+    if prompt < 1 or output < 1:
+        return f"needs a prompt and max_tokens, has {prompt} and {output}"
+    what = f"prompt ({prompt}) + max_tokens ({output}) = {prompt + output} tokens"
+    if prompt + output > max_model_len:
+        return f"{what}, max_model_len is {max_model_len}"
+    if kv.never_fits(prompt + output):
+        return f"{what}, {cache} holds {kv.num_blocks * kv.block_size}"
+    return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from impls.request import Request, SamplingParams
-from impls.seams import Clock, Emission, KVCacheManager, StepResult
+from impls.seams import Clock, Emission, KVCacheManager, StepResult, never_runs
 from impls.targets.causal_lm import kernels_of, resident_bytes
 
 LOOK_S = 0.5  # how often a wait looks whether the library's thread still lives
@@ -158,21 +158,10 @@ class ContinuousBatchingTarget:
         self._manager.start()
 
     def _never_runs(self, request: Request) -> str | None:
-        sampling, prompt = request.sampling, len(request.prompt_token_ids)
-        total = prompt + sampling.max_tokens
-        if sampling.n != 1:
-            return f"n={sampling.n}: only one sample per request is supported"
-        if prompt < 1 or sampling.max_tokens < 1:
-            return f"needs a prompt and max_tokens, has {prompt} and {sampling.max_tokens}"
-        what = f"prompt ({prompt}) + max_tokens ({sampling.max_tokens}) = {total} tokens"
-        if total > self.max_model_len:
-            return f"{what}, max_model_len is {self.max_model_len}"
-        if self._kv.never_fits(total):
-            return f"{what}, the whole KV cache holds {self._kv.num_blocks * self._kv.block_size}"
-        if self._sampling is not None and _drawn_by(sampling) != self._sampling:
-            asked, given = (
-                "temperature {}, top_k {}, top_p {}".format(*drawn) for drawn in (_drawn_by(sampling), self._sampling)
-            )
+        if (reason := never_runs(request, self.max_model_len, self._kv)) is not None:
+            return reason
+        if self._sampling is not None and (drawn := _drawn_by(request.sampling)) != self._sampling:
+            asked, given = ("temperature {}, top_k {}, top_p {}".format(*each) for each in (drawn, self._sampling))
             return f"{asked}: transformers' continuous batching decodes all requests alike, here by {given}"
         return None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from impls.request import Request
-from impls.seams import Arm, Clock, EngineBuilder
+from impls.seams import Arm, Clock, EngineBuilder, never_runs
 from impls.seams.topology import Config
 from impls.topology.options import count_reasons, shown_late, worker_config
 from impls.topology.workers import WorkerGroup
@@ -81,11 +81,4 @@ class Disaggregated(WorkerGroup):
 
     def never_runs(self, request: Request) -> str | None:
         """The prefill worker knows only of the first token: who is too long for the others is told so at once."""
-        prompt, output = len(request.prompt_token_ids), request.sampling.max_tokens
-        what = f"prompt ({prompt}) + max_tokens ({output}) = {prompt + output} tokens"
-        if prompt + output > self._max_model_len:
-            return f"{what}, max_model_len is {self._max_model_len}"
-        if self._decode_cache.never_fits(prompt + output):
-            held = self._decode_cache.num_blocks * self._decode_cache.block_size
-            return f"{what}, the whole KV cache of a decode worker holds {held}"
-        return None
+        return never_runs(request, self._max_model_len, self._decode_cache, "the whole KV cache of a decode worker")
