@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from harness.recorder import Recorder
@@ -61,7 +62,8 @@ def drive(
     on_step: Callable[[StepResult], None] = lambda result: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Submit each request at its intended arrival and step the target until all have ended. True if it ran to its end.
+    """Submit each request (its samples) at its intended arrival and step the target until all have ended; what follows
+    from a request's end follows from that of its last sample. True if it ran to its end.
 
     ``initial`` is ``stream.initial()``, called before the clock starts: building prompts is no part of the run. Pacing
     is by absolute deadlines, so a late step delays what follows it but never the schedule itself. `on_step` is called
@@ -78,7 +80,8 @@ def drive(
             order += 1
 
     push(initial)
-    open_requests: dict[str, Request] = {}
+    open_requests: dict[str, Request] = {}  # by the id of each of their samples that has not ended
+    num_open: Counter[str] = Counter()  # of a request: so many samples
     outputs: dict[str, list[int]] = {}
     while pending or open_requests or target.has_work:
         if should_stop():
@@ -89,10 +92,12 @@ def drive(
         now = clock.now()
         while pending and pending[0][0] <= now:
             request = heapq.heappop(pending)[2]
-            open_requests[request.request_id] = request
-            outputs[request.request_id] = []
-            target.add_request(request)
-            recorder.submitted(request, clock.now())
+            for sample in request.samples():
+                open_requests[sample.request_id] = request
+                num_open[request.request_id] += 1
+                outputs[sample.request_id] = []
+                target.add_request(sample)
+                recorder.submitted(sample, clock.now())
         until = pending[0][0] if pending else math.inf
         if isinstance(clock, RealClock):
             until = min(until, now + LOOK_S)
@@ -107,6 +112,8 @@ def drive(
         for emission in result.emissions:
             outputs[emission.request_id] += emission.token_ids
             if emission.finish_reason is not None:
-                request = open_requests.pop(emission.request_id)
-                push(stream.on_finish(request, emission.time_s, outputs.pop(emission.request_id)))
+                request, output = open_requests.pop(emission.request_id), outputs.pop(emission.request_id)
+                num_open[request.request_id] -= 1
+                if not num_open[request.request_id]:
+                    push(stream.on_finish(request, emission.time_s, output))
     return True

@@ -159,7 +159,8 @@ def greedy_requests(config: Mapping[str, Any], seed: int) -> dict[str, Request]:
         max_model_len=max_model_len(config, source),
         vocab_size=source.shape.vocab_size,
     )
-    return {r.request_id: r for r in stream.initial() if r.sampling.temperature == 0}
+    sent = (sample for request in stream.initial() for sample in request.samples())
+    return {r.request_id: r for r in sent if r.sampling.temperature == 0}
 
 
 def is_fp32(config: Mapping[str, Any]) -> bool:

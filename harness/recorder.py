@@ -27,7 +27,8 @@ _SCALARS = (
     *("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens", "accepted_tokens"),
     *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_shared_tokens"),
     *("kv_allocation_unit", "num_logits_rows", "gathered_bytes"),
-    *("swap_s", "swapped_out_bytes", "swapped_in_bytes", "worker", "prefill_only"),
+    *("swap_s", "swapped_out_bytes", "swapped_in_bytes", "swapped_out", "swap_kept_bytes", "copied_blocks"),
+    *("worker", "prefill_only"),
 )
 _scalars_of = attrgetter(*_SCALARS)
 _emission_of = attrgetter("request_id", "token_ids", "time_s", "finish_reason")

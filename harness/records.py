@@ -72,8 +72,10 @@ STEP_COLUMNS: dict[str, pa.DataType] = {
 # forward_s in which the layers store and read K/V; null where it cannot be told apart (CUDA). kept_rows: sequences that
 # gained a kept token in this step. drafting_sequences: those whose drafts it verified. query_rows: rows that the model
 # computed, padding and dead rows included. gathered_bytes: copied to make the cache readable. swap_s, swapped_*_bytes:
-# copying the blocks of preempted sequences to host memory and back, between schedule and prepare. worker: whose step it
-# was, where a topology has several; steps of different workers overlap, and each has its own K/V and rows.
+# copying the blocks of preempted sequences to host memory and back, between schedule and prepare. swapped_out: of the
+# preempted, those that were copied, the others compute again; swap_kept_bytes: in host memory at the step's end.
+# copied_blocks: begun as a copy of a block to which another sample of the same request writes as well.
+# worker: whose step it was, where a topology has several; their steps overlap, and each has its own K/V and rows.
 STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "propose_s": _FLOAT,
     "attention_s": _FLOAT,
@@ -84,6 +86,9 @@ STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "swap_s": _FLOAT,
     "swapped_out_bytes": _INT,
     "swapped_in_bytes": _INT,
+    "swapped_out": _INT,
+    "swap_kept_bytes": _INT,
+    "copied_blocks": _INT,
     "worker": _TEXT,
 }
 # Of a request whose keys and values another worker copied (all of its blocks), and how long the copying took.

@@ -100,7 +100,7 @@ def _requests(stream: RequestStream, count: int, max_model_len: int) -> list[Req
     output = max(1, min(OUTPUT_TOKENS, max_model_len // 4))
     prompt = max(1, min(PROMPT_TOKENS, max_model_len - output))
     found = stream.warmup_requests(count, prompt_tokens=prompt, max_tokens=output)
-    return [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in found]
+    return [replace(request, sampling=replace(request.sampling, ignore_eos=True, n=1)) for request in found]
 
 
 def process_age_s() -> float:

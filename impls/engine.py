@@ -120,7 +120,7 @@ class Engine:
 
         stats = self._open_stats(step, start)
         mark = self._lap(stats, "schedule_s", start)
-        if step.swapped_out or step.swapped_in:
+        if step.swapped_out or step.swapped_in or step.copied_blocks:
             self._swap(step, stats)
             mark = self._lap(stats, "swap_s", mark)
         batch, decoding = self._prepare(step, stats)
@@ -176,6 +176,8 @@ class Engine:
             stats.swapped_out_bytes += self.swap.swap_out(seq_id, blocks)
         for seq_id, blocks in step.swapped_in.items():
             stats.swapped_in_bytes += self.swap.swap_in(seq_id, blocks)
+        self.swap.copy(tuple(step.copied_blocks.values()))
+        stats.copied_blocks = len(step.copied_blocks)
 
     def _prepare(self, step: ScheduledStep, stats: StepStats) -> tuple[StepBatch, list[Sequence]]:
         """The batch and, in row order, the sequences whose logits it yields. Dead rows' logits come last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 FINISH_REASONS = ("length", "stop", "error", "truncated", "aborted", "rejected")
 
@@ -12,7 +12,8 @@ class SamplingParams:
     """How to decode one request.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the counter-based random numbers
-    together with the request id, so a sample never depends on who shared the batch.
+    together with the request id, so a sample never depends on who shared the batch. ``n``: so many independent samples
+    of one prompt (`Request.samples`).
     """
 
     max_tokens: int = 16
@@ -28,7 +29,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One client request. ``arrival_s`` is the *intended* arrival, in seconds since the run's start. A lower
-    ``priority`` runs first, where the scheduler heeds it."""
+    ``priority`` runs first, where the scheduler heeds it. ``parent_id``: the request of which this is one sample."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -37,6 +38,27 @@ class Request:
     session_id: str | None = None
     planned_cached_tokens: int = 0
     priority: int = 0
+    parent_id: str | None = None
+
+    def samples(self) -> list[Request]:
+        """What is submitted for this request: one request for each of its ``n`` samples, which is itself where n is 1.
+
+        Sample i is named ``<id>#<i>``. Its random numbers are keyed by that name, as those of any request are: it is
+        the very sample that a request of that name would get alone. All but the first can find their prompt computed.
+        """
+        if self.sampling.n == 1:
+            return [self]
+        known = max(self.planned_cached_tokens, len(self.prompt_token_ids) - 1)
+        return [
+            replace(
+                self,
+                request_id=f"{self.request_id}#{i}",
+                sampling=replace(self.sampling, n=1),
+                planned_cached_tokens=known if i else self.planned_cached_tokens,
+                parent_id=self.request_id,
+            )
+            for i in range(self.sampling.n)
+        ]
 
 
 @dataclass(eq=False, slots=True)

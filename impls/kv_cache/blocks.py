@@ -15,13 +15,16 @@ class BlockManager(KVCacheManager):
     again. ``budget_bytes`` buys ``capacity_tokens`` positions at ``bytes_per_token`` (`ModelShape.kv_bytes_per_token`);
     what does not fill a whole block is left unusable.
 
-    A block belongs to one sequence, unless a `PrefixIndex` lets several hold it. It is published when it is full and
-    committed, and nobody writes to it from then on: drafts and the token to come lie behind what is committed. When its
-    last holder goes, it stays behind as *cached* until its room is wanted, the least recently released first. A
-    sequence releases its last block first, so nothing is evicted before what follows it.
+    A block belongs to one sequence, unless a `fork` or a `PrefixIndex` lets several hold it. That is only ever a block
+    that is full and committed, to which nobody writes any more: drafts and the token to come lie behind what is
+    committed. With an index it is published then, and when its last holder goes, it stays behind as *cached* until its
+    room is wanted, the least recently released first. A sequence releases its last block first, so nothing is evicted
+    before what follows it.
 
     Raises ValueError if the budget buys no block, KeyError for a sequence that holds nothing (freed twice, unknown).
     """
+
+    can_fork = True
 
     def __init__(self, *, budget_bytes: int, bytes_per_token: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -40,18 +43,40 @@ class BlockManager(KVCacheManager):
         self._cached: OrderedDict[int, None] = OrderedDict()  # published and held by nobody; evicted from the front
         self._num_shared = 0  # the sum of _extra_holders
 
-    def begin(self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None) -> int:
+    def begin(
+        self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None, *, reuse: bool = True
+    ) -> int:
         """Raises ValueError for a sequence that holds blocks already."""
         if seq_id in self._tables:
             raise ValueError(f"{seq_id} has begun already")
         table: list[int] = []
         if self._index is not None:
-            table = self._index.match(token_ids, (len(token_ids) - 1) // self.block_size)
-            self._hold(table)
+            if reuse:
+                table = self._index.match(token_ids, (len(token_ids) - 1) // self.block_size)
+                self._hold(table)
             self._tokens[seq_id] = token_ids
         self._tables[seq_id] = table
         self._computed[seq_id] = len(table) * self.block_size
         return self._computed[seq_id]
+
+    def fork(self, seq_id: str, token_ids: Seq[int], source: str, num_tokens: int) -> bool:
+        """Raises ValueError for a sequence that holds blocks already."""
+        if seq_id in self._tables:
+            raise ValueError(f"{seq_id} has begun already")
+        if num_tokens > self._computed[source]:
+            return False
+        table = self._tables[source][: num_tokens // self.block_size]
+        self._hold(table)
+        if source in self._tokens:
+            self._tokens[seq_id] = token_ids
+        self._tables[seq_id] = table
+        self._computed[seq_id] = len(table) * self.block_size
+        return True
+
+    def num_cached_tokens(self, token_ids: Seq[int]) -> int:
+        if self._index is None:
+            return 0
+        return len(self._index.match(token_ids, (len(token_ids) - 1) // self.block_size)) * self.block_size
 
     def allocate(self, seq_id: str, num_tokens: int) -> bool:
         if not 0 < num_tokens <= self.max_model_len:
@@ -89,10 +114,10 @@ class BlockManager(KVCacheManager):
         table = self._tables.pop(seq_id)
         del self._computed[seq_id]
         self._tokens.pop(seq_id, None)
-        if self._index is None:
+        if self._index is None and not self._extra_holders:
             self._free.extend(reversed(table))  # reversed: a run of neighbouring blocks is handed out as one again
         else:
-            self._let_go(table, self._index)
+            self._let_go(table)
 
     def share_prefixes(self, index: PrefixIndex) -> None:
         self._index = index
@@ -107,7 +132,7 @@ class BlockManager(KVCacheManager):
     # --- blocks that sequences share ----------------------------------------------------------------------------------
 
     def _hold(self, blocks: Seq[int]) -> None:
-        """Published blocks find a further holder, or the first since they were left behind."""
+        """Full blocks find a further holder, or the first since they were left behind."""
         for block in blocks:
             if block in self._cached:
                 del self._cached[block]
@@ -115,7 +140,7 @@ class BlockManager(KVCacheManager):
                 self._extra_holders[block] = self._extra_holders.get(block, 0) + 1
                 self._num_shared += 1
 
-    def _let_go(self, table: Seq[int], index: PrefixIndex) -> None:
+    def _let_go(self, table: Seq[int]) -> None:
         for block in reversed(table):
             extra = self._extra_holders.get(block)
             if extra is not None:
@@ -124,7 +149,7 @@ class BlockManager(KVCacheManager):
                     del self._extra_holders[block]
                 else:
                     self._extra_holders[block] = extra - 1
-            elif index.keep(block):
+            elif self._index is not None and self._index.keep(block):
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -209,8 +234,9 @@ class BlockManager(KVCacheManager):
                     expected = tuple(tokens[: (i + 1) * self.block_size])
                     _require(contents.get(block) == expected, f"{seq_id}: block {i} is not published as what it holds")
                 else:
-                    shared = block in contents or block in self._extra_holders
-                    _require(tokens is None or not shared, f"{seq_id}: shares block {i}, to which it will write")
+                    known = tokens is not None and block in contents
+                    shared = i >= full and block in self._extra_holders
+                    _require(not known and not shared, f"{seq_id}: shares block {i}, to which it will write")
 
 
 def budget_reasons(capacity_tokens: int, block_size: int) -> list[str]:

@@ -40,6 +40,12 @@ class HostSwap(SwapSpace):
             storage.import_(blocks, data)
         return sum(data.nbytes for data in kept)
 
+    def copy(self, blocks: Seq[tuple[int, int]]) -> None:
+        if blocks:
+            sources, targets = zip(*blocks, strict=True)
+            for storage in self._storages:
+                storage.import_(targets, storage.export(sources))
+
     def drop(self, seq_id: str) -> None:
         self._kept.pop(seq_id, None)
         self._expected.pop(seq_id, None)

@@ -47,7 +47,9 @@ class ReservedCache(KVCacheManager):
     def reserves(self, num_prompt_tokens: int, max_total_tokens: int) -> int:
         """Positions that a sequence reserves, at least ``max_total_tokens``."""
 
-    def begin(self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None) -> int:
+    def begin(
+        self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None, *, reuse: bool = True
+    ) -> int:
         """Raises ValueError for a sequence that has begun already."""
         if seq_id in self._computed:
             raise ValueError(f"{seq_id} has begun already")

@@ -19,7 +19,10 @@ class ScheduledStep:
         with the one position they recompute. padding_tokens: extra rows per sequence that only static batching pays.
     swapped_out: of those preempted, the blocks to be copied to host memory, in order of position, before anything is
         written in this step: they hold them no more. swapped_in: the blocks to copy them back to before the step runs.
-    cached_tokens: of each sequence that joins in this step, the positions that `KVCacheManager.begin` found computed.
+    cached_tokens: of each sequence that joins in this step, the positions that `begin` (or `fork`) of the
+        `KVCacheManager` found computed.
+    copied_blocks: by sequence, the block that begins as a copy and the copy, (from, to), before the step runs: what it
+        is about to write to, another one holds.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -30,6 +33,7 @@ class ScheduledStep:
     swapped_in: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    copied_blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

@@ -20,6 +20,7 @@ class KVCacheManager(ABC):
     block_size: int
     num_blocks: int
     capacity_tokens: int  # what the budget buys, before it is cut into blocks
+    can_fork: bool = False  # can a sequence begin as the copy of another
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -31,14 +32,29 @@ class KVCacheManager(ABC):
         return 0
 
     @abstractmethod
-    def begin(self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None) -> int:
+    def begin(
+        self, seq_id: str, token_ids: Seq[int], max_total_tokens: int | None = None, *, reuse: bool = True
+    ) -> int:
         """Open a sequence with what the cache knows of its start: how many positions need not be computed, at most
         ``len(token_ids) - 1``. Undone by `free`. ``max_total_tokens``: how long it can become, where that is known.
 
         ``token_ids`` is kept and read again by `commit`, which lets others share what is written: its owner appends
         verified tokens before it commits them, and changes nothing else. A sequence that is only allocated shares
-        nothing.
+        nothing. ``reuse=False``: it brings its own keys and values along (from host memory, from another worker), so
+        nothing is looked up, and every block is its own until its next `commit` lets others share what came with it.
         """
+
+    def fork(self, seq_id: str, token_ids: Seq[int], source: str, num_tokens: int) -> bool:
+        """As `begin`, where its first ``num_tokens`` positions are those of ``source``: both hold the full blocks of
+        them. Nobody writes to a block that others hold, so what is left of these positions, less than a block, begins a
+        block of its own: copied from the one that follows the full ones in the table of ``source``, as soon as that is
+        allocated. False, and nothing opened, if ``source`` has not committed so many. Only where `can_fork`.
+        """
+        return False
+
+    def num_cached_tokens(self, token_ids: Seq[int]) -> int:
+        """What `begin` would find of these tokens now."""
+        return 0
 
     @abstractmethod
     def allocate(self, seq_id: str, num_tokens: int) -> bool:
@@ -165,6 +181,9 @@ class SwapSpace(Protocol):
 
         KeyError for a sequence of which nothing is kept.
         """
+
+    def copy(self, blocks: Seq[tuple[int, int]]) -> None:
+        """Within the cache, each (from, to): none of those copied from is copied to."""
 
     def drop(self, seq_id: str) -> None:
         """It will not run again; nothing may be kept of it."""

@@ -47,9 +47,12 @@ class StepStats:
     sample_s: float = 0.0
     propose_s: float = 0.0
     commit_s: float = 0.0
-    swap_s: float = 0.0  # between schedule and prepare: copying blocks of sequences to host memory and back
+    swap_s: float = 0.0  # between schedule and prepare: copying blocks to host memory, back, or to other blocks
+    copied_blocks: int = 0  # to other blocks: begun as copies, on the first write
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    swapped_out: int = 0  # of the preempted, those whose keys and values are kept in host memory
+    swap_kept_bytes: int = 0  # kept there when the step ends
     worker: str | None = None  # whose step it was, where a topology has several
     prefill_only: bool = False  # of a worker that ends every request with its first token
     transfers: dict[str, tuple[int, float]] = field(default_factory=dict)  # K/V copied from a worker: bytes, seconds
@@ -91,7 +94,8 @@ class StepResult:
 class Target(Protocol):
     """Anything that can be driven: our engine, transformers, a remote server."""
 
-    def add_request(self, request: Request) -> None: ...
+    def add_request(self, request: Request) -> None:
+        """One sample of a request (`Request.samples`)."""
 
     def step(self, until: float) -> StepResult:
         """Run one step, or wait (at most until the clock shows ``until``) if nothing can run."""
