@@ -17,7 +17,7 @@ from rich.table import Table
 from harness.records import RecordError, decode_numbers, read_json
 from harness.run_dir import KEPT, statuses
 from harness.study import Plan
-from harness.summary import TABLE_COLUMNS, incomparable, table_rows
+from harness.summary import incomparable, table_columns, table_rows
 
 WIDTH = 200  # of a table that goes to a file or a pipe
 
@@ -191,10 +191,10 @@ def trial_line(run: Mapping[str, Any]) -> str:
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Arms as rows: the table that `harness.summary` defines, its ratios those of output tok/s."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in TABLE_COLUMNS:
-        table.add_column(column, justify="left" if column == TABLE_COLUMNS[0] else "right")
+    for index, column in enumerate(table_columns(summary)):
+        table.add_column(column, justify="right" if index else "left")
     for row in table_rows(summary):
-        table.add_row(*(escape(row[column]) for column in TABLE_COLUMNS))
+        table.add_row(*map(escape, row.values()))
     return table
 
 

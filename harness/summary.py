@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.prefix_ceiling import prefix_context
 from harness.records import StudyRecord, TrialRecord, read_run, write_json
 from harness.statistics import ADAPTIVE_CONFIDENCE, CONFIDENCE, direction, ratio
 
@@ -19,6 +20,7 @@ TABLE_COLUMNS = (
     *("arm", "output tok/s", "vs baseline", "vs previous", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots", "KV waste"),
     *("acceptance", "peak memory"),
 )
+PREFIX_COLUMNS = ("prefix hits / ceiling / planned", "KV cache")  # where some arm found a prefix
 
 
 def summarize(run_dir: Path, study: StudyRecord | None = None) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _values(trials: Iterable[TrialRecord]) -> Values:
     values: Values = {}
     for trial in trials:
         if trial.run["status"] == "ok":
-            for name, value in flatten(trial.run["metrics"]):
+            for name, value in flatten(trial.run["metrics"] | prefix_context(trial)):
                 values.setdefault(name, {})[trial.run["trial"]] = value
     return values
 
@@ -154,14 +156,20 @@ def _ratios(arm: Values, reference: Values, pairable: bool, adaptive: bool) -> d
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
+def table_columns(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the ladder's table. A hit rate comes with the cache that had it and with what the traffic allows."""
+    found = any(entry["metrics"].get("prefix_hit_rate_observed") for entry in summary["arms"].values())
+    return TABLE_COLUMNS + (PREFIX_COLUMNS if found else ())
+
+
 def table_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The ladder's table, one row an arm, by `TABLE_COLUMNS`: what the run prints and what the README shows."""
-    rows = []
+    """The ladder's table, one row an arm, by `table_columns`: what the run prints and what the README shows."""
+    rows, columns = [], table_columns(summary)
     for arm, entry in summary["arms"].items():
         metrics = entry["metrics"]
         waste = [metrics.get(f"kv_waste.{part}") for part in ("internal", "reserved_ahead", "unusable")]
         if not metrics:
-            shown = [f"{entry['status']}: {'; '.join(entry['reasons'])}", *[""] * (len(TABLE_COLUMNS) - 2)]
+            shown = [f"{entry['status']}: {'; '.join(entry['reasons'])}", *[""] * (len(columns) - 2)]
         else:
             shown = [
                 _number(metrics.get("output_tokens_per_s"), 1),
@@ -174,7 +182,9 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
                 _percent(metrics.get("acceptance_rate")),
                 _megabytes(metrics.get("peak_memory_bytes")),
             ]
-        rows.append(dict(zip(TABLE_COLUMNS, [arm, *shown], strict=True)))
+            if columns != TABLE_COLUMNS:
+                shown += [_prefix_hits(metrics), _tokens(metrics.get("kv_capacity_tokens"))]
+        rows.append(dict(zip(columns, [arm, *shown], strict=True)))
     return rows
 
 
@@ -188,6 +198,14 @@ def _percent(value: float | None) -> str:
 
 def _megabytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e6:,.0f} MB"
+
+
+def _tokens(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} tokens"
+
+
+def _prefix_hits(metrics: Mapping[str, float | None]) -> str:
+    return " / ".join(_percent(metrics.get(f"prefix_hit_rate_{of}")) for of in ("observed", "ceiling", "planned"))
 
 
 def _pair(metrics: Mapping[str, float | None], name: str, scale: int, digits: int) -> str:

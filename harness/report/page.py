@@ -27,6 +27,7 @@ from harness.report.charts import (
     speculation,
     speedup,
     step_time,
+    swaps,
     telemetry,
     tradeoff,
     verdict,
@@ -80,11 +81,12 @@ def render(report: Report) -> str:
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
     """After the first screen. Load and KV dtype are there only where these were swept, reuse where an arm shares
-    prefixes, operators where a trial was profiled.
+    prefixes, operators where a trial was profiled, swaps where an arm swapped.
     """
     profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
     sizes = [precision.chart(report, kept) for kept in (precision.WEIGHTS, precision.KEYS_AND_VALUES)]
+    swapped = [swaps.chart(report)] if swaps.swaps(report) else []
     reused = [("Prefix reuse", [prefix_reuse.chart(report)])] if prefix_reuse.has_sharing(report) else []
     return [
         *swept,
@@ -94,7 +96,7 @@ def sections(report: Report) -> list[tuple[str, list[Chart]]]:
         ("Against the machine", [roofline.chart(report), *(sizes if sizes[1].traces else sizes[:1])]),
         ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
         ("Speculation", [speculation.chart(report), speedup.chart(report)]),
-        ("Requests and machine", [gantt.chart(report), telemetry.chart(report)]),
+        ("Requests and machine", [gantt.chart(report), *swapped, telemetry.chart(report)]),
     ]
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from harness.limits import StepCost
 from harness.metrics import compute_metrics
 from harness.recorder import Recorder
-from harness.records import TELEMETRY_SCHEMA, frame, write_json, write_trial
+from harness.records import TELEMETRY_SCHEMA, frame, read_trial, write_json, write_trial
 from impls.request import Request, SamplingParams
 from impls.seams import Emission, KVReservation, StepResult, StepStats
 
@@ -390,3 +392,11 @@ def write_many(run_dir: Path, arms: int, trials: int, num_requests: int) -> Path
             run = json.loads((made / "run.json").read_text())
             (folder / "run.json").write_text(json.dumps(run | {"arm": plan.name, "trial": trial}))
     return run_dir
+
+
+def taken(folder: Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """A trial's run.json, requests, steps and telemetry, out of its folder: to be changed and written there again."""
+    trial = read_trial(folder)
+    found = dict(trial.run), trial.requests, trial.steps, trial.telemetry
+    shutil.rmtree(folder)
+    return found

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from page_reader import Page
-from simulated_run import BUDGET_TOKENS, LADDER, ArmPlan, write_measured, write_plan, write_run
+from simulated_run import BUDGET_TOKENS, LADDER, ArmPlan, taken, write_measured, write_plan, write_run
 
+from harness.records import TrialRecord, read_json, read_trial, write_json, write_trial
 from harness.report import build
 from harness.report.charts.precision import KEYS_AND_VALUES, WEIGHTS, chart, families
 from harness.report.charts.verdict_columns import columns, headings
 from harness.report.data import Report, load
+from harness.report.equal_burst import phase_rates
 from harness.report.parts import MISSING, Chart
 from harness.report.tables import table
 from harness.summary import summarize
@@ -143,7 +145,11 @@ def test_prefix_hits_stand_in_the_verdict_planned_and_observed(tmp_path: Path) -
     summarize(tmp_path)
     report = load(tmp_path)
     shown = [column for column in columns(report) if column.group == "prefix hits"]
-    assert [[c.cell(arm).text for c in shown] for arm in report.arms] == [["70.0 %", MISSING], ["70.0 %", "66.0 %"]]
+    assert [c.heading for c in shown] == ["planned", "observed", "cache"]  # these prompts repeat no whole block
+    assert [[c.cell(arm).text for c in shown] for arm in report.arms] == [
+        ["70.0 %", MISSING, "3,072"],
+        ["70.0 %", "66.0 %", "3,072"],
+    ]
     page = Page(build(tmp_path))
     cells = {source[2]: text for source, _, text in page.cells if source[:2] == ("radix", "metrics")}
     assert (cells["prefix_hit_rate_planned"], cells["prefix_hit_rate_observed"]) == ("70.0", "66.0")  # of every metric
@@ -156,3 +162,66 @@ def test_a_missing_quality_is_no_zero(quantised: Report) -> None:
     (equal_output,) = (cell for cell in cells if "int8" in cell and "equivalence" in cell)
     assert MISSING in equal_output and "data-value" not in equal_output
     assert sum("data-value" in cell and "perplexity" in cell for cell in cells) == 2
+
+
+# --- what stands beside the figures -----------------------------------------------------------------------------------
+
+
+def equal_burst(run_dir: Path, prompts: list[int], outputs: list[int], steps: list[tuple[int, int]]) -> TrialRecord:
+    """A trial with these requests and steps (prefill, decode tokens), a TTFT of 0.5 s and an ITL of 20 ms."""
+    write_run(run_dir, [ArmPlan("a")], trials=1, num_requests=len(prompts))
+    run, requests, rows, telemetry = taken(run_dir / "a" / "0")
+    run["metrics"]["ttft_s"]["p50"], run["metrics"]["itl_s"]["p50"] = 0.5, 0.02
+    requests = requests.assign(prompt_tokens=prompts, output_tokens=outputs)
+    rows = rows.iloc[: len(steps)].assign(
+        prefill_tokens=[prefill for prefill, _ in steps], decode_tokens=[decode for _, decode in steps]
+    )
+    write_trial(run_dir / "a" / "0", run, requests, rows, telemetry)
+    return read_trial(run_dir / "a" / "0")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "steps", "expected"),
+    [
+        ([64, 64], [8, 8], [(128, 0), (0, 2), (0, 2)], (256.0, 100.0)),
+        ([64, 32], [8, 8], [(96, 0), (0, 2), (0, 2)], None),
+        ([64, 64], [8, 9], [(128, 0), (0, 2), (0, 2)], None),
+        ([64, 64], [8, 8], [(64, 0), (64, 1), (0, 2)], None),
+        ([64, 64], [8, 8], [(100, 0), (0, 2), (0, 2)], None),  # a part was found in the prefix cache
+    ],
+)
+def test_prefill_and_decode_rates_are_those_of_a_burst_of_equal_requests(
+    tmp_path: Path,
+    prompts: list[int],
+    outputs: list[int],
+    steps: list[tuple[int, int]],
+    expected: tuple[float, float] | None,
+) -> None:
+    found = phase_rates(equal_burst(tmp_path, prompts, outputs, steps))
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_table_has_both_rates_where_the_traffic_tells_them_apart(quantised: Report, tmp_path: Path) -> None:
+    assert "prefill tok/s" not in chart(quantised, WEIGHTS).table.columns
+    write_qualities(tmp_path, (ArmPlan("bf16"), ArmPlan("int8", precision="int8")), trials=1)
+    equal_burst(tmp_path / "other", [64, 64, 64], [8, 8, 8], [(192, 0), (0, 3)])
+    run = read_trial(tmp_path / "other/a/0")
+    write_trial(tmp_path / "int8/1", run.run | {"arm": "int8", "trial": 1}, run.requests, run.steps, run.telemetry)
+    found = chart(load(tmp_path), WEIGHTS)
+    rows = [dict(zip(found.table.columns, [cell.text for cell in row], strict=True)) for row in found.table.rows]
+    rates = [(row["prefill tok/s"], row["decode tok/s"]) for row in rows]
+    assert rates == [(MISSING, MISSING), ("384", "150")] and "prefill tok/s is prompt tokens / TTFT" in found.note
+
+
+def test_the_note_says_whose_channels_were_permuted_and_why(tmp_path: Path) -> None:
+    plans = (ArmPlan("bf16"), ArmPlan("int8", precision="int8"), ArmPlan("int4 as stored", precision="int4"))
+    write_run(tmp_path, plans, trials=1, num_requests=4)
+    assert "permutation" not in chart(load(tmp_path), WEIGHTS).note
+    for arm, seed in (("int8", 0), ("int4 as stored", None)):
+        path = tmp_path / arm / "0" / "run.json"
+        run = read_json(path)
+        run["config"]["precision"]["permutation_seed"] = seed
+        write_json(path, run)
+    note = chart(load(tmp_path), WEIGHTS).note
+    assert "seeded permutation that changes no output (not of int4 as stored)" in note and "4-bit grid" in note
+    assert "permutation" not in chart(load(tmp_path), KEYS_AND_VALUES).note

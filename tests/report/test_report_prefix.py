@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated_run import ArmPlan, write_run
+from rich.console import Console
+from simulated_run import ArmPlan, taken, write_run
 
-from harness.records import read_json, write_json
+from harness.console import summary_table
+from harness.prefix_ceiling import prefix_context
+from harness.records import read_json, read_trial, write_json, write_trial
+from harness.report import build
 from harness.report.charts import prefix_reuse
 from harness.report.data import Report, load
 from harness.report.page import render, sections
@@ -36,7 +40,7 @@ def test_the_parts_of_all_prompt_tokens(tmp_path: Path) -> None:
     }
     assert chart.layout["yaxis"]["ticktext"] == ["plain", "chain", "lucky"]
     row = [cell.text for cell in chart.table.rows[1]]
-    assert row[:5] == ["chain", "hash_chain", "3,072", "60.0 %", "55.0 %"]
+    assert row[:3] == ["chain", "hash_chain", "3,072"] and (row[3], row[5]) == ("60.0 %", "55.0 %")
     summary = report.summary["arms"]
     for cell in (cell for row in chart.table.rows for cell in row if cell.source):
         assert summary[cell.source[0]]["metrics"][cell.source[2]] == cell.value
@@ -47,3 +51,36 @@ def test_it_is_in_the_page_where_an_arm_shares(tmp_path: Path) -> None:
     assert "Prefix reuse" in [title for title, _ in sections(shares)] and "Prefix reuse" in render(shares)
     plain = report_of(tmp_path / "b", plain=("off", 0.6, 0.0))
     assert "Prefix reuse" not in [title for title, _ in sections(plain)]
+
+
+def test_a_hit_rate_comes_with_its_cache_and_its_ceiling(tmp_path: Path) -> None:
+    """In whole blocks of 16, and never all of a prompt; what was rejected never began."""
+    report_of(tmp_path, off=("off", 0.5, 0.0), chain=("hash_chain", 0.5, 0.4))
+    for arm in ("off", "chain"):
+        run, requests, steps, telemetry = taken(tmp_path / arm / "0")
+        requests = requests.assign(prompt_tokens=[32, 40, 48, 100], planned_cached_tokens=[0, 31, 48, 100])
+        requests["finish_reason"] = ["length", "stop", "length", "rejected"]
+        run["config"]["kv_cache"] = {"name": "paged", "block_size": 16}
+        write_trial(tmp_path / arm / "0", run, requests, steps, telemetry)
+    ceiling = (0 + 16 + 32) / (32 + 40 + 48)
+    assert prefix_context(read_trial(tmp_path / "chain" / "0")) == {
+        "prefix_hit_rate_ceiling": ceiling,
+        "kv_capacity_tokens": 3072.0,
+    }
+    report = load(tmp_path)
+    row = [cell.text for cell in prefix_reuse.chart(report).table.rows[1]]
+    assert row[2:6] == ["3,072", "50.0 %", "40.0 %", "40.0 %"]
+    console = Console(width=250, record=True, file=(tmp_path / "out").open("w"))
+    console.print(summary_table(report.summary))
+    printed = console.export_text()
+    assert "prefix hits / ceiling / planned" in printed
+    assert "40.0 % / 40.0 % / 50.0 %" in printed and printed.count("3,072 tokens") == 2
+    page = build(tmp_path).read_text("utf-8")
+    for name, value in (("prefix_hit_rate_ceiling", ceiling), ("kv_capacity_tokens", 3072.0)):
+        assert f'data-value="{value}" data-source="[&#34;chain&#34;, &#34;metrics&#34;, &#34;{name}&#34;]"' in page
+
+
+def test_traffic_that_repeats_nothing_has_no_ceiling(tmp_path: Path) -> None:
+    report = report_of(tmp_path, off=("off", 0.0, 0.0))
+    assert "prefix_hit_rate_ceiling" not in report.summary["arms"]["off"]["metrics"]
+    assert "KV cache" not in [column.header for column in summary_table(report.summary).columns]

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
+from harness.report.equal_burst import median_rates
 from harness.report.parts import Cell, Chart, Table, byte_size, fixed, floats, label, number_cell, percent, text_cell
 
 SPEED = "output_tokens_per_s"
@@ -111,11 +112,34 @@ def chart(report: Report, kept: Kept) -> Chart:
         "that is drawn below the speed and stands in the table (equal output: requests whose every token is the "
         "reference's)."
     )
+    phases = {arm.index: median_rates(arm.ok) for arm in seen}
+    if all(prefill is None for prefill, _ in phases.values()):
+        phases = {}
+    else:
+        note += " Equal requests that come at once: prefill tok/s is prompt tokens / TTFT, decode tok/s requests / ITL."
+    if kept is WEIGHTS:
+        note += _permutations(seen)
     if not drawn:
         note += " No quality was measured here."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart(kept.key, title, note, _table(seen, sizes, kept, drawn), traces, layout, height)
+    return Chart(kept.key, title, note, _table(seen, sizes, kept, drawn, phases), traces, layout, height)
+
+
+def _permutations(seen: Sequence[Arm]) -> str:
+    """Of which arms the channels were permuted, and why."""
+    chosen = [(arm.name, arm.config.get("precision") or {}) for arm in seen]
+    seeds = {name: option["permutation_seed"] for name, option in chosen if "permutation_seed" in option}
+    permuted = [name for name, seed in seeds.items() if seed is not None]
+    if not permuted:
+        return ""
+    left = [name for name, seed in seeds.items() if seed is None]
+    exceptions = f" (not of {', '.join(left)})" if left else ""
+    return (
+        " Before quantising, the model's channels were put in another order by a seeded permutation that changes no "
+        f"output{exceptions}: projections that were quantised once, as SmolLM2's were to Q4_1, lie on a 4-bit grid by "
+        "groups of neighbours, and quantising them again in the same groups would look as if it cost nothing."
+    )
 
 
 def output_rate(trial: TrialRecord) -> float | None:
@@ -215,7 +239,13 @@ def _layout(
     return layout, inner + MARGIN["t"] + MARGIN["b"]
 
 
-def _table(arms: Sequence[Arm], sizes: Mapping[int, float], kept: Kept, drawn: Sequence[Quality]) -> Table:
+def _table(
+    arms: Sequence[Arm],
+    sizes: Mapping[int, float],
+    kept: Kept,
+    drawn: Sequence[Quality],
+    phases: Mapping[int, tuple[float | None, float | None]],
+) -> Table:
     qualities = (EQUAL_OUTPUT, *drawn)
     rows = []
     for arm in arms:
@@ -227,9 +257,11 @@ def _table(arms: Sequence[Arm], sizes: Mapping[int, float], kept: Kept, drawn: S
                 arm.cell("weights_bytes", byte_size) if kept is WEIGHTS else size,
                 arm.cell(SPEED, fixed(1)),
                 arm.cell("itl_s.p50", fixed(1, 1e3)),
+                *(number_cell(rate, 0) for rate in phases.get(arm.index, ())),
                 *(arm.cell(quality.metric, quality.text) for quality in qualities),
                 number_cell(len(arm.ok), 0),
             ]
         )
     columns = ("arm", kept.group.replace("_", " "), kept.what, "output tok/s", "ITL p50 (ms)")
-    return Table((*columns, *(quality.axis for quality in qualities), "trials (n)"), rows)
+    shown = ("prefill tok/s", "decode tok/s") if phases else ()
+    return Table((*columns, *shown, *(quality.axis for quality in qualities), "trials (n)"), rows)

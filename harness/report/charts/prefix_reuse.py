@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.report.bars import stacked_bars
 from harness.report.data import Arm, Report
-from harness.report.parts import Cell, Chart, Table, label, number, number_cell, percent, text_cell
+from harness.report.parts import Chart, Table, fixed, label, percent, text_cell
 
 FOUND, MISSED, OWN = "found", "shared, but computed", "own"
 LOOKS = {FOUND: ("@used", ""), MISSED: ("@ahead", "/"), OWN: ("@free", "")}
@@ -22,9 +22,10 @@ def chart(report: Report) -> Chart:
     layout["xaxis"] |= {"range": [0, 100]}
     note = (
         "Blue: served from the cache when the request first ran. Hatched: an earlier request of the traffic begins "
-        "alike (blue and hatched are the ceiling, what a cache without limit could serve), but it was computed: "
-        "nothing is reused, it was evicted, its block is not full, or both ran at once. Blank: nobody else begins so. "
-        "What it is worth depends on how much of a request is prefill; the cache's size stands in the table."
+        "alike (blue and hatched are what was planned), but it was computed: nothing is reused, it was evicted, its "
+        "block is not full, or both ran at once. Blank: nobody else begins so. In the table, beside the size of the "
+        "cache, the ceiling: what one without limit would serve of this traffic, in whole blocks. What it is worth "
+        "depends on how much of a request is prefill."
     )
     title = "Prompt tokens that were found in the KV cache"
     return Chart("prefix", title, note, _table(arms), traces, layout, height)
@@ -42,19 +43,15 @@ def _parts(arm: Arm) -> dict[str, float]:
 def _table(arms: list[Arm]) -> Table:
     rows = []
     for arm in arms:
-        capacity = None if arm.shown is None else float(arm.shown.steps["kv_capacity_tokens"].max())
-        rates = [(name, arm.metrics.get(name)) for name in ("prefix_hit_rate_planned", "prefix_hit_rate_observed")]
-        speeds = [("ttft_s.p50", 3), ("output_tokens_per_s", 1)]
         rows.append(
             [
                 text_cell(arm.name),
                 text_cell(_option(arm)),
-                number_cell(capacity, 0),
-                *(Cell(percent(value), value, (arm.name, "metrics", name)) for name, value in rates),
-                *(
-                    Cell(number(arm.metrics.get(name), digits), arm.metrics.get(name), (arm.name, "metrics", name))
-                    for name, digits in speeds
-                ),
+                arm.cell("kv_capacity_tokens", fixed(0)),
+                *(arm.cell(f"prefix_hit_rate_{of}", percent) for of in ("planned", "ceiling", "observed")),
+                arm.cell("ttft_s.p50", fixed(3)),
+                arm.cell("output_tokens_per_s", fixed(1)),
             ]
         )
-    return Table(("arm", "prefix", "cache (tokens)", "ceiling", "found", "TTFT p50 (s)", "output tok/s"), rows)
+    columns = ("arm", "prefix", "cache (tokens)", "planned", "ceiling", "observed", "TTFT p50 (s)", "output tok/s")
+    return Table(columns, rows)

@@ -62,11 +62,13 @@ COLUMNS = (
         "planned",
         _metric("prefix_hit_rate_planned", percent),
         "prefix hits",
-        "Prefix hits: share of the prompts' tokens that the traffic repeats (planned), and that were found in the "
-        "cache (observed).",
+        "Prefix hits: share of the prompts' tokens that the traffic repeats (planned), that a cache without limit "
+        "would serve in whole blocks (ceiling), and that were found (observed) in a cache of so many tokens.",
         zero_counts=False,
     ),
+    Column("ceiling", _metric("prefix_hit_rate_ceiling", percent), "prefix hits", zero_counts=False),
     Column("observed", _metric("prefix_hit_rate_observed", percent), "prefix hits", zero_counts=False),
+    Column("cache", _metric("kv_capacity_tokens", fixed(0)), "prefix hits"),
     Column("perplexity", _metric("perplexity", number), "quality"),
     Column(
         "KL (nat)",

@@ -64,6 +64,7 @@ INLINE void multiply(const int rows, const int64_t count, const uint32_t *w, con
                 const int32_t *bytes = x + r * stride + 2 * i;
                 acc[r][v] = add_products(acc[r][v], even, bytes[0] - (vi){0});
                 acc[r][v] = add_products(acc[r][v], odd, bytes[1] - (vi){0});
+                __asm__ volatile("" ::: "memory");  // see linear_bf16.c
             }
         }
     }
