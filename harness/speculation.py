@@ -22,7 +22,9 @@ FIELDS = (
 
 def expected_accepted(a: float, g: float) -> float:
     """Tokens accepted of g drafts: a + a^2 + ... + a^g, the mean of a geometric law cut off at g."""
-    return g if a >= 1 else a * (1 - a**g) / (1 - a)
+    if a <= 0:
+        return 0.0
+    return g if a >= 1 else -a * math.expm1(g * math.log(a)) / (1 - a)
 
 
 def conditional_acceptance(accepted: float, g: float) -> float | None:

@@ -25,6 +25,7 @@ from harness.report.charts import (
     roofline,
     slots,
     speculation,
+    speculation_gain,
     speedup,
     step_time,
     swaps,
@@ -88,6 +89,7 @@ def sections(report: Report) -> list[tuple[str, list[Chart]]]:
     sizes = [precision.chart(report, kept) for kept in (precision.WEIGHTS, precision.KEYS_AND_VALUES)]
     swapped = [swaps.chart(report)] if swaps.swaps(report) else []
     reused = [("Prefix reuse", [prefix_reuse.chart(report)])] if prefix_reuse.has_sharing(report) else []
+    by_batch = [speculation_gain.chart(report)] if speculation_gain.lines(report) else []
     return [
         *swept,
         *reused,
@@ -95,7 +97,7 @@ def sections(report: Report) -> list[tuple[str, list[Chart]]]:
         ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report), *profiled]),
         ("Against the machine", [roofline.chart(report), *(sizes if sizes[1].traces else sizes[:1])]),
         ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
-        ("Speculation", [speculation.chart(report), speedup.chart(report)]),
+        ("Speculation", [speculation.chart(report), speedup.chart(report), *by_batch]),
         ("Requests and machine", [gantt.chart(report), *swapped, telemetry.chart(report)]),
     ]
 
