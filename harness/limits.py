@@ -12,7 +12,7 @@ import torch
 
 from harness.isolate import in_another_process
 from impls.engine import Engine
-from impls.seams import CausalLM, ModelShape, StepStats
+from impls.seams import CausalLM, DraftHead, ModelShape, StepStats
 
 # Dense peak per GPU: BF16 TFLOP/s, FP8 TFLOP/s (None: no FP8), INT8 TOP/s, memory GB/s. Vendor datasheets, no sparsity.
 DATASHEET = {
@@ -79,14 +79,17 @@ def attended_positions(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int
 
 
 def resident_models(engine: Engine, kv_element_bytes: int) -> dict[str, ResidentModel]:
-    """The engine's models under the names that a proposer calls them by: `target` and, where there is one, `draft`."""
+    """The engine's models under the names that a proposer calls them by: `target` and, where there is one, `draft`, or
+    the proposer's own `head`."""
 
-    def resident(model: CausalLM) -> ResidentModel:
+    def resident(model: CausalLM | DraftHead) -> ResidentModel:
         kv_bytes = model.shape.kv_bytes_per_token(kv_element_bytes)
         return ResidentModel(model.shape, model.weights_bytes, model.head_bytes, model.lookup_bytes, kv_bytes)
 
     executors = {"target": engine.executor, "draft": engine.draft_executor}
-    return {name: resident(executor.model) for name, executor in executors.items() if executor is not None}
+    models = {name: resident(executor.model) for name, executor in executors.items() if executor is not None}
+    head = None if engine.proposer is None else engine.proposer.head
+    return models if head is None else {**models, "head": resident(head)}
 
 
 def forward_cost(

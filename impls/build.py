@@ -16,7 +16,7 @@ from impls.models.calibration import calibration_texts
 from impls.models.llama import LlamaModel
 from impls.models.packed_cache import packed_cache
 from impls.models.source import ModelSource, open_model
-from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, Topology
+from impls.seams import Arm, Clock, DraftResources, ForeignTarget, KVCacheManager, Topology
 from impls.topology.held_blocks import holding
 
 AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
@@ -161,10 +161,13 @@ def build_cache(config: Mapping[str, Any], source: ModelSource, *, holds: bool =
     shapes = [source.shape]
     if uses_proposer(config) and locate(config["proposer"]).needs_draft_model:
         shapes.append(open_model(config["draft"]["model"]).shape)
+    drafting = 0
+    if uses_proposer(config):
+        drafting = locate(config["proposer"]).kv_bytes_per_token(source.shape, size)
     manager: Any = locate(config["kv_cache"])
     kv: KVCacheManager = (holding(manager) if holds else manager)(
         **{key: value for key, value in options_of(config["kv_cache"]).items() if key != "budget"},
-        bytes_per_token=sum(shape.kv_bytes_per_token(size) for shape in shapes),
+        bytes_per_token=sum(shape.kv_bytes_per_token(size) for shape in shapes) + drafting,
         max_model_len=max_model_len(config, source),
     )
     if "_target_" in config["prefix"]:
@@ -212,6 +215,25 @@ def build_engine(
     if draft_source is not None:
         draft_executor, draft_bytes = executor_for(draft_source, config["draft"]["precision"], EAGER)
         weights_bytes += draft_bytes
+
+    def layer_of(num_kv_heads: int, head_dim: int, own: torch.dtype | None) -> KVStorage:
+        layer = KVStorage(1, kv.num_blocks, kv.block_size, num_kv_heads, head_dim, own or dtype, device)
+        layer.make_resident()
+        storages.append(layer)
+        return layer
+
+    if proposer is not None:
+        weights_bytes += proposer.attach(
+            DraftResources(
+                model=executor.model,
+                weights=source.weights(),
+                fingerprint=source.fingerprint,
+                attention=lambda head: construct(config["attention"], shape=head, device=device),
+                storage=layer_of,
+                kv_dtype=dtype,
+                device=device,
+            )
+        )
     return Engine(
         scheduler=construct(config["batching"], kv=kv, max_model_len=length),
         kv=kv,

@@ -341,15 +341,21 @@ class Engine:
         executor = self.draft_executor if model == "draft" else self.executor
         if executor is None:
             raise ValueError("this arm has no draft model")
+        batch = self.draft_batch(tokens, starts)
+        logits = executor.draft(batch, num_layers)
+        gathered = executor.attention.gathered_bytes(batch)
+        self.record_draft(DraftForward(model, num_layers, batch.query_lens, batch.kv_lens, gathered))
+        return dict(zip(tokens, logits, strict=True))
+
+    def draft_batch(self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int]) -> StepBatch:
         rows = [
             BatchRow(seq_id, ids, starts[seq_id], self.kv.block_table(seq_id), 1, len(ids))
             for seq_id, ids in tokens.items()
         ]
-        batch = build_batch(rows, self.kv.block_size, self.device)
-        logits = executor.draft(batch, num_layers)
-        gathered = executor.attention.gathered_bytes(batch)
-        self._draft_forwards.append(DraftForward(model, num_layers, batch.query_lens, batch.kv_lens, gathered))
-        return dict(zip(tokens, logits, strict=True))
+        return build_batch(rows, self.kv.block_size, self.device)
+
+    def record_draft(self, forward: DraftForward) -> None:
+        self._draft_forwards.append(forward)
 
     def _reject(self, seq_id: str, reason: str, now: float) -> Emission:
         del self._sequences[seq_id]

@@ -132,7 +132,7 @@ class LlamaModel:
         per_weight = self._head.num_bytes() / (self._head.in_features * self._head.out_features)
         return self._resident(weights[EMBEDDING], torch.float32 if per_weight >= 4 else torch.bfloat16)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden] in ``activation_dtype``."""
         if self._embedding is not None:
             return F.embedding(input_ids, self._embedding).to(self.method.activation_dtype)
@@ -171,7 +171,7 @@ class LlamaModel:
         """
         shape, method, eps = self.shape, self.method, self.shape.rms_norm_eps
         rows, heads, kv_heads = input_ids.shape[0], shape.num_heads, shape.num_kv_heads
-        x = self._embed(input_ids)
+        x = self.embed(input_ids)
         cos, sin = rotary_tables(self._inverse_frequencies, positions)
         layers = self._layers[:num_layers]
         first_norm, *next_norms = [*(layer.input_norm for layer in layers), self._norm]

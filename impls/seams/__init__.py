@@ -3,7 +3,17 @@
 from impls.seams.arm import KV_SCALE_BYTES, Arm, Clock, ModelShape
 from impls.seams.attention import AttentionBackend, LayerCache, ScaledCache, StepBatch, values_and_scales
 from impls.seams.batching import ScheduledStep, Scheduler, never_runs
-from impls.seams.decoding import DecodeCosts, Decoder, DraftTokens, ModelRunner, NonFiniteLogitsError, Proposer
+from impls.seams.decoding import (
+    DecodeCosts,
+    Decoder,
+    DraftHead,
+    DraftResources,
+    DraftTokens,
+    LayerStorage,
+    ModelRunner,
+    NonFiniteLogitsError,
+    Proposer,
+)
 from impls.seams.execution import CausalLM, Executor, LayerAttention
 from impls.seams.kv_cache import BlockStorage, Fetch, KVCacheManager, KVReservation, PrefixIndex, SwapSpace
 from impls.seams.precision import LinearMethod, PackedLinear
@@ -20,6 +30,8 @@ __all__ = [
     "DecodeCosts",
     "Decoder",
     "DraftForward",
+    "DraftHead",
+    "DraftResources",
     "DraftTokens",
     "Emission",
     "EngineBuilder",
@@ -30,6 +42,7 @@ __all__ = [
     "KVReservation",
     "LayerAttention",
     "LayerCache",
+    "LayerStorage",
     "LinearMethod",
     "ModelRunner",
     "ModelShape",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from impls.request import Sequence
-from impls.seams.arm import Arm
-from impls.seams.attention import StepBatch
+from impls.seams.arm import Arm, ModelShape
+from impls.seams.attention import AttentionBackend, LayerCache, StepBatch
+from impls.seams.execution import CausalLM
+from impls.seams.target import DraftForward
 
 
 @dataclass
@@ -89,16 +92,75 @@ class ModelRunner(Protocol):
         """
 
 
+    def draft_batch(self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int]) -> StepBatch:
+        """The same rows as a batch, for a proposer that runs a head of its own."""
+
+    def record_draft(self, forward: DraftForward) -> None:
+        """Such a head has run: for the step's cost."""
+
+
+class LayerStorage(Protocol):
+    """One layer's keys and values, or what else a proposer keeps for each position, in the sequences' blocks."""
+
+    def k(self, layer: int) -> LayerCache: ...
+
+    def v(self, layer: int) -> LayerCache: ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+
+
+class DraftHead(Protocol):
+    """What the cost of a head's forward depends on; as `CausalLM` has them."""
+
+    shape: ModelShape
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    @property
+    def head_bytes(self) -> int: ...
+
+    @property
+    def lookup_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DraftResources:
+    """What a head that was trained for the target is built from.
+
+    weights: the target's, FP32 by name; fingerprint: theirs. attention: the arm's backend, for a head's shape.
+    storage: (num_kv_heads, head_dim, dtype) of one more layer in the same blocks; dtype None: that of the cache.
+    """
+
+    model: CausalLM
+    weights: Mapping[str, Tensor]
+    fingerprint: str
+    attention: Callable[[ModelShape], AttentionBackend]
+    storage: Callable[[int, int, torch.dtype | None], LayerStorage]
+    kv_dtype: torch.dtype
+    device: torch.device
+
+
 class Proposer(ABC):
     """Drafts tokens. Its K/V is extra layers in the same blocks, so preemption, rollback and the budget cover it."""
 
     num_draft_tokens: int
     needs_draft_model: bool = False
+    head: DraftHead | None = None  # after `attach`, where it has one
     max_lookahead_tokens: int = 0  # positions past num_tokens that `propose` itself writes K/V to
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
         return []
+
+    @classmethod
+    def kv_bytes_per_token(cls, shape: ModelShape, element_bytes: int) -> int:
+        """What it keeps for each position in the blocks, beside a draft model's K/V; of a target of that shape."""
+        return 0
+
+    def attach(self, resources: DraftResources) -> int:
+        """Called once, before the first step: load what was trained for this target; bytes of resident weights."""
+        return 0
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], k: Mapping[str, int], runner: ModelRunner) -> dict[str, DraftTokens]:

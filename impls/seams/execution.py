@@ -36,6 +36,13 @@ class CausalLM(Protocol):
     def lookup_bytes(self) -> int:
         """Bytes of an embedding table that no matrix product reads; 0 where the head's own memory serves the lookup."""
 
+    @property
+    def residual_order(self) -> Tensor | None:
+        """int64 [hidden_size]: channel i is channel residual_order[i] of the checkpoint; None: they are its own."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] to [T, hidden] in the method's ``activation_dtype``."""
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: LayerAttention, num_layers: int | None = None
     ) -> Tensor:

@@ -31,8 +31,8 @@ class ChainedProposer(Proposer):
         self.num_draft_tokens = num_draft_tokens
         self.draft_sampling = draft_sampling
         self.num_layers = num_layers
-        # The last draft is not fed back, so positions num_tokens .. num_tokens + k - 2 are written.
-        self.max_lookahead_tokens = num_draft_tokens - 1
+        # The last draft is not fed back: positions num_tokens - 1 .. num_tokens + k - 2 are written.
+        self.max_lookahead_tokens = max(1, num_draft_tokens - 1)
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -55,7 +55,7 @@ class ChainedProposer(Proposer):
         probs: dict[str, list[Tensor]] = {seq.seq_id: [] for seq in active}
         step = 0
         while active:
-            logits = runner.draft_forward(tokens, starts, model=self.model, num_layers=self.num_layers)
+            logits = self._forward(tokens, starts, runner)
             chosen = self._choose(active, torch.stack([logits[seq.seq_id] for seq in active]), step, probs)
             for seq, token in zip(active, chosen, strict=True):
                 if token >= 0:
@@ -69,6 +69,12 @@ class ChainedProposer(Proposer):
             for seq_id, token_ids in drafted.items()
             if token_ids
         }
+
+    def _forward(
+        self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int], runner: ModelRunner
+    ) -> dict[str, Tensor]:
+        """FP32 logits [vocab] of each sequence's last row."""
+        return runner.draft_forward(tokens, starts, model=self.model, num_layers=self.num_layers)
 
     def _choose(self, active: Seq[Sequence], logits: Tensor, step: int, probs: dict[str, list[Tensor]]) -> list[int]:
         """The next draft of each sequence, -1 where there is none; appends to ``probs`` what was sampled from."""

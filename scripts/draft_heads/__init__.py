@@ -1,0 +1,1 @@
+"""Draft heads for a target model: `generate` its text and hidden states, `train` on them, `evaluate` on other text."""

@@ -1,0 +1,229 @@
+"""Trains the draft heads on what `generate` wrote, and keeps the best on held-out passages in one small file.
+
+    python -m scripts.draft_heads.train --kind eagle --steps 900
+    python -m scripts.draft_heads.train --kind medusa --steps 300
+
+The loss is the cross-entropy to the target's own distribution over the draft vocabulary (exact: its head on the stored
+hidden states), plus, for EAGLE, a smooth L1 distance to those states; both at every step of an unrolled draft. The
+head's rows are the target's own, frozen and not stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.arm import option
+from impls.models.source import open_model
+from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
+from impls.seams import ModelShape
+from scripts.draft_heads.batches import Batch, epochs, grouped
+from scripts.draft_heads.fast_linear import linear
+from scripts.draft_heads.generate import default_folder
+from scripts.draft_heads.modules import EagleHead, MedusaHeads
+from scripts.draft_heads.shards import Generated, read_shard, shard_paths
+
+STEP_WEIGHT = 0.8  # of each further step of the unrolled draft
+FEATURE_WEIGHT = 0.5
+WARM_UP = 0.04  # share of the steps
+
+
+def draft_vocabulary(sequences: Sequence[Generated], size: int) -> tuple[Tensor, float]:
+    """The most frequent tokens of the generated text, ascending ids, and which share of that text they are."""
+    counts: Counter[int] = Counter()
+    for sequence in sequences:
+        counts.update(sequence.tokens[sequence.num_prompt_tokens :].tolist())
+    common = counts.most_common(size)
+    ids = torch.tensor(sorted(token for token, _ in common))
+    return ids, sum(count for _, count in common) / max(1, counts.total())
+
+
+class Teacher:
+    """What the target says at the rows of a batch."""
+
+    def __init__(self, head: Tensor, token_ids: Tensor) -> None:
+        self.head, self.token_ids = head[token_ids].contiguous(), token_ids
+
+    @torch.no_grad()
+    def distribution(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.head).softmax(-1)
+
+
+def loss_of(outputs: Sequence[Tensor], batch: Batch, teacher: Teacher, features: bool) -> Tensor:
+    """Mean over the rows that each step may count, and over the steps by weight."""
+    wanted = teacher.distribution(batch.hidden)
+    scale = batch.hidden.pow(2).mean().sqrt()
+    total, weights = torch.zeros(()), 0.0
+    for step, hidden in enumerate(outputs):
+        rows = (batch.age >= step).nonzero().squeeze(1)
+        if not len(rows):
+            continue
+        logits = linear(hidden[rows], teacher.head)
+        loss = F.cross_entropy(logits, wanted[rows])
+        if features:
+            loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(hidden[rows] / scale, batch.hidden[rows] / scale)
+        total, weights = total + STEP_WEIGHT**step * loss, weights + STEP_WEIGHT**step
+    return total / weights
+
+
+@torch.no_grad()
+def acceptance(module: EagleHead | MedusaHeads, sets: Sequence[Batch], teacher: Teacher, steps: int) -> list[float]:
+    """Of greedy sequences: how often draft j + 1 is the target's token, where all drafts before it were."""
+    stood = torch.zeros(steps)
+    tried = torch.zeros(steps)
+    for batch in sets:
+        chain = torch.zeros(0)
+        for step, hidden in enumerate(module(batch, steps)):
+            drafted = teacher.token_ids[linear(hidden, teacher.head).argmax(-1)]
+            right = (drafted == batch.labels) & batch.greedy & (batch.age >= step)
+            before = torch.ones_like(right) if step == 0 else chain.roll(1, 0)
+            counted = before & batch.greedy & (batch.age >= step)
+            chain = right & counted
+            stood[step] += chain.sum()
+            tried[step] += counted.sum()
+    return (stood / tried.clamp(min=1)).tolist()
+
+
+def tokens_per_step(rates: Sequence[float]) -> float:
+    return 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
+
+
+def train(
+    module: EagleHead | MedusaHeads,
+    sequences: Sequence[Generated],
+    embedding: Tensor,
+    teacher: Teacher,
+    *,
+    steps: int,
+    unroll: int,
+    rows: int,
+    learning_rate: float,
+    seed: int,
+    evaluate_every: int,
+    minutes: float = math.inf,
+    out: Path | None = None,
+    about: dict[str, object] | None = None,
+) -> list[dict[str, float | list[float]]]:
+    """The curve: training loss and held-out acceptance by step. ``out`` holds the best so far.
+
+    ``minutes``: end after so long where that comes before ``steps``; the learning rate falls accordingly.
+    """
+    learning = [s for s in sequences if not s.held_out]
+    held_out = [Batch(group, embedding) for group in grouped([s for s in sequences if s.held_out], 2 * rows)]
+    decayed = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+        lr=learning_rate,
+        betas=(0.9, 0.95),
+    )
+    curve: list[dict[str, float | list[float]]] = []
+    best, total, counted, start = -1.0, 0.0, 0, time.monotonic()
+    for step, batch in zip(range(1, steps + 1), epochs(learning, embedding, rows, seed), strict=False):
+        progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(progress / WARM_UP, 0.51 + 0.49 * math.cos(math.pi * progress))
+        loss = loss_of(module(batch, unroll), batch, teacher, isinstance(module, EagleHead))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        total, counted = total + loss.item(), counted + 1
+        if step % evaluate_every == 0 or progress >= 1:
+            rates = acceptance(module, held_out, teacher, max(unroll, 3))
+            shown = [round(rate, 4) for rate in rates]
+            curve.append({"step": step, "loss": round(total / counted, 4), "held_out_acceptance": shown})
+            print(f"{time.monotonic() - start:.0f} s", json.dumps(curve[-1]), flush=True)
+            total, counted = 0.0, 0
+            if out is not None and tokens_per_step(rates) > best:
+                best = tokens_per_step(rates)
+                save(out, module, teacher.token_ids, {**(about or {}), "curve": curve})
+        if progress >= 1:
+            break
+    return curve
+
+
+def save(path: Path, module: EagleHead | MedusaHeads, token_ids: Tensor, about: dict[str, object]) -> None:
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in module.tensors().items()}
+    part = path.with_suffix(".part")
+    save_file({**tensors, "token_ids": token_ids.int()}, part, metadata={"recipe": json.dumps(about)})
+    part.replace(path)
+
+
+def new_module(kind: str, shape: ModelShape, norm: Tensor, heads: int, seed: int) -> EagleHead | MedusaHeads:
+    torch.manual_seed(seed)
+    return EagleHead(shape, norm) if kind == "eagle" else MedusaHeads(shape.hidden_size, heads)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("eagle", "medusa"), default="eagle")
+    parser.add_argument("--model", default="smollm2_135m", help="an option of the group model")
+    parser.add_argument("--model-path", help="a GGUF file or Hugging Face directory, used instead of the option's own")
+    parser.add_argument("--folder", type=Path, help="of the shards; default: below the user's cache")
+    parser.add_argument("--out", type=Path, required=True, help="the file of weights")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so long, if that comes first")
+    parser.add_argument("--unroll", type=int, default=3, help="drafts of a chain, or Medusa's heads")
+    parser.add_argument("--rows", type=int, default=700, help="drafting positions of a batch")
+    parser.add_argument("--learning-rate", type=float, default=1.2e-3)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that can be drafted")
+    parser.add_argument("--evaluate-every", type=int, default=75)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="of torch; default: its own")
+    chosen = parser.parse_args(arguments)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    source = open_model(option("model", chosen.model) | ({"path": chosen.model_path} if chosen.model_path else {}))
+    sequences = [s for path in shard_paths(chosen.folder or default_folder(chosen.model)) for s in read_shard(path)]
+    if not sequences:
+        parser.error("no shards in the folder: run scripts.draft_heads.generate first")
+    weights = source.weights()
+    embedding = weights[EMBEDDING].bfloat16()
+    token_ids, coverage = draft_vocabulary([s for s in sequences if not s.held_out], chosen.vocabulary)
+    head = weights[EMBEDDING if source.shape.tie_embeddings else HEAD]
+    teacher = Teacher(head, token_ids)
+    module = new_module(chosen.kind, source.shape, weights[FINAL_NORM], chosen.unroll, chosen.seed)
+    generated = sum(len(s.tokens) - s.num_prompt_tokens for s in sequences)
+    about = {
+        "kind": chosen.kind,
+        "model": source.fingerprint,
+        "model_name": source.name,
+        "sequences": len(sequences),
+        "held_out_sequences": sum(s.held_out for s in sequences),
+        "generated_tokens": generated,
+        "draft_vocabulary": len(token_ids),
+        "coverage": round(coverage, 4),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        **{name: getattr(chosen, name) for name in ("steps", "unroll", "rows", "learning_rate", "seed")},
+    }
+    print(json.dumps(about), flush=True)
+    train(
+        module,
+        sequences,
+        embedding,
+        teacher,
+        steps=chosen.steps,
+        unroll=chosen.unroll,
+        rows=chosen.rows,
+        learning_rate=chosen.learning_rate,
+        seed=chosen.seed,
+        evaluate_every=chosen.evaluate_every,
+        minutes=chosen.minutes,
+        out=chosen.out,
+        about=about,
+    )
+
+
+if __name__ == "__main__":
+    main()
