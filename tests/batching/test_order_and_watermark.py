@@ -11,7 +11,11 @@ from simulation import Simulation, request
 
 from impls.batching.chunked_prefill import ChunkedPrefill
 from impls.batching.continuous import ContinuousBatching
+from impls.kv_cache.hash_chain import HashChain
 from impls.kv_cache.paged import PagedCache
+from impls.kv_cache.radix import RadixTree
+from impls.request import Request
+from impls.seams import Arm, ModelShape
 
 
 def simulation(
@@ -137,3 +141,63 @@ def test_without_a_watermark_the_same_traffic_preempts() -> None:
     sim = simulation(tokens=40, block_size=4, max_num_seqs=4)
     sim.run([request(name, 11, 6) for name in "abc"])
     assert sum(s.preemptions for s in sim.ended.values()) > 0
+
+
+def known_to(sim: Simulation, *starts: int) -> None:
+    """Prompts of sixteen tokens that begin with these numbers are computed, and stay in the cache."""
+    for start in starts:
+        sim.add(prompt_of(f"known {start}", start, 16))
+    sim.run([])
+
+
+def prompt_of(name: str, start: int, length: int, output: int = 2) -> Request:
+    return replace(request(name, length, output), prompt_token_ids=tuple(range(start, start + length)))
+
+
+def prefix_simulation(index: type = RadixTree, **options: object) -> Simulation:
+    sim = simulation(order="longest_prefix_first", **options)
+    sim.kv.share_prefixes(index(block_size=sim.kv.block_size))
+    return sim
+
+
+@pytest.mark.parametrize("index", [HashChain, RadixTree])
+def test_who_finds_most_in_the_cache_joins_first_and_equals_by_arrival(index: type) -> None:
+    sim = prefix_simulation(index)
+    known_to(sim, 100, 200)
+    for name, start, length in (("none", 300, 9), ("eight", 200, 9), ("sixteen", 100, 17), ("again", 100, 17)):
+        sim.add(prompt_of(name, start, length))
+    before = len(sim.first_scheduled)
+    sim.run([])
+    assert sim.first_scheduled[before:] == ["sixteen", "again", "eight", "none"]
+
+
+@pytest.mark.parametrize("policy", [ContinuousBatching, ChunkedPrefill])
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(length=st.integers(1, 30), output=st.integers(1, 4), ageing=st.sampled_from([0.5, 2.0, 8.0]))
+def test_ageing_ends_the_wait_of_a_start_that_nobody_knows(
+    policy: type, length: int, output: int, ageing: float
+) -> None:
+    """One request a second for ever, each of which finds sixteen tokens: those that came by its turn go before it."""
+    sim = prefix_simulation(policy=policy, ageing_tokens_per_s=ageing)
+    known_to(sim, 100)
+    sim.check = False
+    sequence = sim.add(prompt_of("unknown", 500, length))
+    sooner = int(16 / ageing) + 2
+    for second in range(sooner * max(output, 2) + 2):
+        sim.add(prompt_of(str(second), 100, 17, output))
+        sim.step()
+        if sequence.num_output_tokens:
+            return
+    raise AssertionError("starved")
+
+
+def test_it_needs_something_to_find() -> None:
+    shape = ModelShape(64, 8, 8, 1, 1, 1, 8, 512)
+    config = {"name": "continuous", "max_num_seqs": 4, "order": "longest_prefix_first"}
+
+    def reasons(prefix: dict[str, str]) -> list[str]:
+        return ContinuousBatching.validate(Arm({"batching": config, "prefix": prefix}, shape, 64, "cpu", 1 << 20))
+
+    assert not reasons({"name": "radix", "_target_": "impls.kv_cache.radix.RadixTree"})
+    (reason,) = reasons({"name": "off"})
+    assert reason.startswith("batching.order=longest_prefix_first: needs prefix=hash_chain or radix")
