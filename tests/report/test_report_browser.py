@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from browser import Page
-from open_report import ALL_DRAWN, COMPARED, CURVES, TALL_PX, choose, open_whole, toggle
+from open_report import ALL_DRAWN, COMPARED, CURVES, PAPERS, TALL_PX, choose, open_whole, toggle
 from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_many, write_measured, write_plan, write_run
 
 from harness.records import decode_numbers, read_json, write_trial
 from harness.report import build
 
 FIRST_CHART_S = 2.0
-PAPERS = "[...document.querySelectorAll('.chart > .plot-container .main-svg:first-child')].map(s => s.style.background)"
 READ_CELLS = "[...document.querySelectorAll('[data-source]')].map(c => [c.dataset.source, c.dataset.value ?? null])"
 
 

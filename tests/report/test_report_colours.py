@@ -6,11 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+from browser import Page
+from open_report import PAPERS, open_whole
 
 import harness.report
 
 CSS = (Path(harness.report.__file__).parent / "assets" / "report.css").read_text("utf-8")
 TEXT = ("ink", "soft", "muted", "better", "worse", "warn")
+FAINT = {"prefill", "ahead"}  # areas beside stronger ones, from which they are told below
+GROUNDS = {"paper", "free", "deadback"}  # what marks lie on, or the ground of a hatching
 MARKS = ("used", "dead", *(f"arm{i}" for i in range(7)), *(f"phase{i}" for i in range(6)))
 
 
@@ -52,3 +56,30 @@ def test_text_and_marks_stand_out_from_the_page(theme: str) -> None:
 def test_a_system_that_prefers_dark_gets_the_same_colours_as_the_button() -> None:
     assert set(THEMES["dark"]) == set(THEMES["light"])
     assert colours(':root:not([data-theme="light"])') == THEMES["dark"]
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+SOURCES = sorted(Path(harness.report.__file__).parent.rglob("*.py"))
+TEXTS = """[...document.querySelectorAll(".chart")].flatMap((chart) => [...chart.querySelectorAll("svg text")]
+  .filter((text) => text.textContent.trim()).map((text) => [chart.id, getComputedStyle(text).fill]))"""
+
+
+def test_charts_name_every_colour_and_each_is_one_that_stands_out() -> None:
+    known = {re.sub(r"\d", "", name) for name in (*MARKS, *TEXT)} | FAINT | GROUNDS | {"name"}  # in an explanation
+    for path in SOURCES:
+        source = path.read_text("utf-8")
+        assert not re.findall(r"#[0-9a-fA-F]{6}\b|#[0-9a-fA-F]{3}\b|rgba?\(|hsla?\(", source), path.name
+        assert set(re.findall(r'"@([a-z]+)', source)) <= known, path.name
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_text_in_every_chart_can_be_read(page: Page, ladder: Path, theme: str) -> None:
+    open_whole(page, ladder)
+    page.prefer(theme)
+    page.wait_for(f"new Set([...{PAPERS}, getComputedStyle(document.body).backgroundColor]).size === 1")
+    found = {(chart, fill) for chart, fill in page.evaluate(TEXTS)}
+    assert len({chart for chart, _ in found}) > 8
+    for chart, fill in found:
+        red, green, blue = (int(part) for part in re.findall(r"\d+", fill)[:3])
+        assert contrast(f"#{red:02x}{green:02x}{blue:02x}", THEMES[theme]["paper"]) >= 4.5, (chart, fill)
