@@ -95,7 +95,18 @@ def reasons(combination: Combination) -> list[str]:
     for group, key, default in (("batching", "preemption", "recompute"), ("execution", "overlap", "off")):
         if chosen[key] != default and key not in _option(group, chosen[group]):
             return [f"{group}={chosen[group]} has no option {key}"]
-    return impls.build.validate_axes(_arm(combination))
+    return _reasons_of_proposer(chosen["proposer"]) + impls.build.validate_axes(_arm(combination))
+
+
+@functools.cache
+def _reasons_of_proposer(name: str) -> list[str]:
+    """Asked once: one that comes with weights opens the model to find them."""
+    if name == "autoregressive":
+        return []
+    plain = _arm(("continuous", "recompute", "paged", "off", name, "reference", "eager", "off"))
+    option = _option("proposer", name)
+    reasons: list[str] = impls.build.locate(option).validate(replace(plain, axes={**plain.axes, "proposer": option}))
+    return reasons
 
 
 @functools.cache
@@ -112,6 +123,8 @@ def _arm(combination: Combination) -> Arm:
     axes = {group: _default(group) for group in ("model", "precision", "kv_dtype")}
     axes |= {"decoding": _option("decoding", "autoregressive"), "proposer": _option("proposer", "ngram")}
     for group, choice in choices(combination).items():
+        if group == "proposer":  # a stand-in for any
+            continue
         name, changes = choice if isinstance(choice, tuple) else (choice, {})
         axes[group] = _option(group, name) | changes
     assert axes.keys() == set(GROUPS)
