@@ -51,7 +51,6 @@ def record_of(
             "peaks": roof,
             "speculation": system.speculation,
             "decode_costs": warmed.decode_costs,
-            "decode_costs": warmed.decode_costs,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
             **transfers(seen.requests),
             **quality_metrics(after.quality),
@@ -75,7 +74,7 @@ def record_of(
         "validity": warnings
         + (unnatural_prompts(config["workload"]) if system.speculation else [])
         + busy_host(described["host_before"]["cpu_percent"], seen.telemetry, window, psutil.cpu_count() or 1)
-        + system.notes(seen.requests)
+        + system.notes(seen.requests, seen.steps)
         + after.trouble
         + ([f"telemetry ended early: {one_line(seen.telemetry_error)}"] if seen.telemetry_error else []),
         "clock": "real",

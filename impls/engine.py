@@ -172,6 +172,7 @@ class Engine:
 
     def _swap(self, step: ScheduledStep, stats: StepStats) -> None:
         """All out before any in: a block may pass from one sequence to another within a step."""
+        stats.swapped_out = len(step.swapped_out)
         for seq_id, blocks in step.swapped_out.items():
             stats.swapped_out_bytes += self.swap.swap_out(seq_id, blocks)
         for seq_id, blocks in step.swapped_in.items():
@@ -304,6 +305,7 @@ class Engine:
             for s in self.scheduler.running
         ]
         stats.kv_capacity_tokens = self.kv.capacity_tokens
+        stats.swap_kept_bytes = self.swap.kept_bytes
         stats.kv_shared_tokens = self.kv.shared_tokens
         held = sum(hold.reserved for hold in stats.kv_reservations) - stats.kv_shared_tokens
         stats.kv_free_tokens = self.kv.capacity_tokens - held

@@ -84,6 +84,11 @@ class SystemUnderTest(ABC):
             return Profile()
         return Profile(warnings=("no profile: telemetry.profiler needs target=engine and topology=colocated",))
 
-    def notes(self, requests: pd.DataFrame) -> list[str]:
-        """What else a reader of the record has to know. ``requests``: the record's."""
-        return []
+    def notes(self, requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
+        """What else a reader of the record has to know, of whose tables these are."""
+        limit = self.config["batching"].get("max_swapped_tokens")
+        preempted, kept = int(steps["preempted"].sum()), int(steps["swapped_out"].sum())
+        if limit is None or preempted == kept:
+            return []
+        what = f"{preempted - kept} of {preempted} preempted sequences computed again what they had computed"
+        return [f"swap space full: {what} (batching.max_swapped_tokens={limit})"]

@@ -62,7 +62,8 @@ class WorkersUnderTest(SystemUnderTest):
         stages: tuple[list[Record] | None, list[str]] = found
         return stages
 
-    def notes(self, requests: pd.DataFrame) -> list[str]:
-        if self.config["device"]["name"] != "cpu" or not requests["kv_transfer_bytes"].notna().any():
-            return []
-        return ["shared memory bandwidth: keys and values pass between processes of one host, over no network"]
+    def notes(self, requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
+        found = super().notes(requests, steps)
+        if self.config["device"]["name"] == "cpu" and requests["kv_transfer_bytes"].notna().any():
+            found.append("shared memory bandwidth: keys and values pass between processes of one host, over no network")
+        return found

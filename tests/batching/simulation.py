@@ -148,7 +148,8 @@ class Simulation:
             if seq_id not in step.num_scheduled_tokens:
                 computed, blocks = self.live[seq_id].num_computed_tokens, step.swapped_out.get(seq_id, ())
                 assert computed == 0 or (len(blocks) - 1) * kv.block_size < computed <= len(blocks) * kv.block_size
-                assert bool(blocks) == (scheduler.preemption == "swap")
+                assert bool(blocks) <= (scheduler.preemption == "swap")
+                assert blocks or scheduler.preemption == "recompute" or scheduler.max_swapped_tokens is not None
 
     def _check_shares(self, step: ScheduledStep, live: list[Sequence]) -> None:
         """Decodes lack nothing; a prompt is cut only to the budget's end, one at a time, and then nobody drafts."""

@@ -166,6 +166,9 @@ def test_validate_names_the_option_the_value_and_what_is_allowed(policy: type, c
         ({"max_num_batched_tokens": 31}, "batching.max_num_seqs=32: must be at most max_num_batched_tokens (31)"),
         ({"max_num_batched_tokens": 0}, "batching.max_num_batched_tokens=0: must be null or an integer"),
         ({"preemption": "drop"}, "batching.preemption=drop: must be one of recompute, swap"),
+        ({"max_swapped_tokens": -1, "preemption": "swap"}, "batching.max_swapped_tokens=-1: must be null or a whole"),
+        ({"max_swapped_tokens": 64}, "batching.max_swapped_tokens=64: only with batching.preemption=swap"),
+        ({"max_swapped_tokens": 0, "preemption": "swap"}, None),
         ({"order": "longest"}, "batching.order=longest: must be one of fcfs, shortest_first, priority"),
         ({"ageing_tokens_per_s": 0.0}, "batching.ageing_tokens_per_s=0.0: must be a finite number above 0"),
         ({"watermark": 1.0}, "batching.watermark=1.0: must be a share of the blocks, at least 0 and below 1"),
@@ -175,7 +178,7 @@ def test_validate_of_the_options_of_continuous_batching(changes: Any, reason: An
     """Also those of chunked prefill, whose budget may be below max_model_len, but not below the rows."""
     reasons = ChunkedPrefill.validate(arm("chunked_prefill", **changes))
     assert reasons == [] if reason is None else len(reasons) == 1 and reasons[0].startswith(reason)
-    if changes.keys() <= {"preemption", "order", "ageing_tokens_per_s", "watermark"}:
+    if changes.keys() <= {"preemption", "max_swapped_tokens", "order", "ageing_tokens_per_s", "watermark"}:
         assert ContinuousBatching.validate(arm("continuous", **changes)) == reasons
         kv = PagedCache(budget_bytes=64, bytes_per_token=1, max_model_len=64)
         made = (ContinuousBatching, ChunkedPrefill)

@@ -27,6 +27,8 @@ class StoringSimulation(Simulation):
         size = self.kv.block_size
         for seq_id, blocks in step.swapped_out.items():
             self.host[seq_id] = [{i: self.slots.get(block * size + i) for i in range(size)} for block in blocks]
+        limit = self.scheduler.max_swapped_tokens
+        assert limit is None or size * sum(map(len, self.host.values())) <= limit, "more than fits waits in host memory"
         for seq_id, blocks in step.swapped_in.items():
             for block, kept in zip(blocks, self.host.pop(seq_id), strict=True):
                 self.slots |= {block * size + i: owner for i, owner in kept.items()}
@@ -90,6 +92,34 @@ def test_one_that_is_aborted_while_it_is_out_is_gone() -> None:
     assert not any(step.swapped_in for step in sim.steps)
 
 
+def test_whoever_finds_no_room_in_host_memory_computes_again() -> None:
+    """As by hand above, where b's two blocks of four are eight positions: one less, and they are lost."""
+    for limit, kept in ((8, True), (7, False)):
+        sim = simulation(max_swapped_tokens=limit)
+        sim.add(request("a", 7, 3))
+        b = sim.add(request("b", 6, 4))
+        step = sim.until_preempted()
+        assert step.preempted == ("b",) and bool(step.swapped_out) == kept
+        assert b.num_computed_tokens == (7 if kept else 0)
+        sim.run([])
+        assert sum(step.total_tokens for step in sim.steps) == (7 + 2) + (6 + 3) + (0 if kept else 7)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_room_in_host_memory_is_found_again_when_somebody_has_left_it(leaves: bool) -> None:
+    """c's one block of four, then b's two: with a limit of eight positions, only where c has gone."""
+    sim = simulation(tokens=20, max_swapped_tokens=8)
+    for name, prompt, output in (("a", 8, 8), ("b", 5, 11), ("c", 1, 7)):
+        sim.add(request(name, prompt, output))
+    assert sim.until_preempted().swapped_out.keys() == {"c"}
+    if leaves:
+        sim.scheduler.abort("c")
+        del sim.live["c"], sim.host["c"]
+    step = sim.until_preempted()
+    assert step.preempted == ("b",) and bool(step.swapped_out) == leaves
+    sim.run([])
+
+
 @pytest.mark.parametrize("policy", [ContinuousBatching, ChunkedPrefill])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -103,6 +133,7 @@ def test_every_position_is_read_as_it_was_written(policy: type, preemption: str,
         max_num_seqs=rows,
         max_num_batched_tokens=data.draw(st.integers(16 if policy.whole_prompts else rows, 24), "budget"),
         preemption=preemption,
+        max_swapped_tokens=data.draw(st.none() | st.integers(0, 24), "limit") if preemption == "swap" else None,
         order=data.draw(st.sampled_from(["fcfs", "shortest_first"]), "order"),
     )
     most_drafts = data.draw(st.integers(0, 3), "drafts")
@@ -111,5 +142,5 @@ def test_every_position_is_read_as_it_was_written(policy: type, preemption: str,
     sim.run([request(str(i), int(rng.integers(1, 9)), int(rng.integers(1, 9)), float(i // 3)) for i in range(10)])
     assert len(sim.ended) + len(sim.rejected) == 10
     positions = sum(s.num_tokens - 1 for s in sim.ended.values())
-    if preemption == "swap" and not most_drafts:
+    if preemption == "swap" and sim.scheduler.max_swapped_tokens is None and not most_drafts:
         assert sum(step.total_tokens for step in sim.steps) == positions, "nothing is computed twice"

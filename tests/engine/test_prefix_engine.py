@@ -111,6 +111,17 @@ def test_reuse_changes_no_token(tiny, expected, prefix, batching, proposer, bloc
         assert sum(r.stats.draft_tokens for r in results if r.stats) > 0
 
 
+@pytest.mark.parametrize("prefix", INDEXES)
+@pytest.mark.parametrize("proposer", [None, "draft_model"])
+def test_swapping_what_is_shared_changes_no_token(tiny, expected, prefix, proposer):
+    decoding = {} if proposer is None else {"decoding": "speculative", "proposer": (proposer, {"precision": "fp32"})}
+    batching = ("continuous", {"max_num_seqs": 4, "preemption": "swap"})
+    engine = engine_of(tiny, prefix, 13, batching=batching, **decoding)
+    outputs, results = run_poisoned(engine, traffic())
+    assert outputs == expected
+    assert sum(r.stats.swapped_in_bytes for r in results if r.stats) > 0 == engine.swap.kept_bytes
+
+
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "native"])
 def test_every_cpu_kernel_reads_shared_blocks(tiny, expected, attention):
     if attention == "native":

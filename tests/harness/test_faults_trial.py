@@ -203,6 +203,16 @@ def test_44_a_trial_says_so_in_its_record(tmp_path: Path) -> None:
     assert "unnatural prompts" in warnings and "repetitive output" in warnings
 
 
+def test_a_full_swap_space_is_told(tmp_path: Path) -> None:
+    """With no room at all, everyone that is preempted computes again what it had."""
+    swap = ("batching.preemption=swap", "batching.max_swapped_tokens=0", "kv_cache.budget=80tokens")
+    _, record = trial_of(tmp_path, *swap, "workload.output_length.value=40")
+    preempted, kept = (int(record.steps[name].sum()) for name in ("preempted", "swapped_out"))
+    assert preempted > kept == 0 == record.steps["swap_kept_bytes"].max()
+    what = f"swap space full: {preempted} of {preempted} preempted sequences"
+    assert [w for w in record.run["validity"] if w.startswith(what)]
+
+
 def engine_and_traffic(*overrides: str) -> tuple[Engine, RequestStream]:
     config = resolve_study({"arm": compose_arm([*ARM, *overrides])})["arm"]
     source = open_model(config["model"])
