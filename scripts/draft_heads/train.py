@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.arm import option
@@ -36,6 +37,7 @@ from scripts.draft_heads.shards import Generated, read_shard, shard_paths
 STEP_WEIGHT = 0.8  # of each further step of the unrolled draft
 FEATURE_WEIGHT = 0.5
 WARM_UP = 0.04  # share of the steps
+RECORDED = ("steps", "minutes", "unroll", "unroll_from", "rows", "learning_rate", "seed")
 
 
 def draft_vocabulary(sequences: Sequence[Generated], size: int) -> tuple[Tensor, float]:
@@ -110,13 +112,15 @@ def train(
     learning_rate: float,
     seed: int,
     evaluate_every: int,
-    minutes: float = math.inf,
+    unroll_from: float = 0.0,
+    minutes: float | None = None,
     out: Path | None = None,
     about: dict[str, object] | None = None,
 ) -> list[dict[str, float | list[float]]]:
     """The curve: training loss and held-out acceptance by step. ``out`` holds the best so far.
 
-    ``minutes``: end after so long where that comes before ``steps``; the learning rate falls accordingly.
+    ``unroll_from``: the share of the training in which only the first draft learns, which comes cheaper. ``minutes``:
+    end after so long where that comes before ``steps``; the learning rate falls accordingly.
     """
     learning = [s for s in sequences if not s.held_out]
     held_out = [Batch(group, embedding) for group in grouped([s for s in sequences if s.held_out], 2 * rows)]
@@ -130,10 +134,12 @@ def train(
     curve: list[dict[str, float | list[float]]] = []
     best, total, counted, start = -1.0, 0.0, 0, time.monotonic()
     for step, batch in zip(range(1, steps + 1), epochs(learning, embedding, rows, seed), strict=False):
-        progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
+        elapsed = 0.0 if minutes is None else (time.monotonic() - start) / (60 * minutes)
+        progress = max(step / steps, elapsed)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(progress / WARM_UP, 0.51 + 0.49 * math.cos(math.pi * progress))
-        loss = loss_of(module(batch, unroll), batch, teacher, isinstance(module, EagleHead))
+        drafts = unroll if progress >= unroll_from else 1
+        loss = loss_of(module(batch, drafts), batch, teacher, isinstance(module, EagleHead))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -160,6 +166,19 @@ def save(path: Path, module: EagleHead | MedusaHeads, token_ids: Tensor, about: 
     part.replace(path)
 
 
+@torch.no_grad()
+def restore(module: EagleHead | MedusaHeads, path: Path) -> None:
+    """What `save` wrote; the optimizer starts anew."""
+    found = load_file(path)
+    for name, tensor in module.tensors().items():
+        tensor.copy_(found[name])
+
+
+def read_about(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        return str(file.metadata()["recipe"])
+
+
 def new_module(kind: str, shape: ModelShape, norm: Tensor, heads: int, seed: int) -> EagleHead | MedusaHeads:
     torch.manual_seed(seed)
     return EagleHead(shape, norm) if kind == "eagle" else MedusaHeads(shape.hidden_size, heads)
@@ -173,8 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="of the shards; default: below the user's cache")
     parser.add_argument("--out", type=Path, required=True, help="the file of weights")
     parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so long, if that comes first")
+    parser.add_argument("--minutes", type=float, help="end after so long, if that comes first")
     parser.add_argument("--unroll", type=int, default=3, help="drafts of a chain, or Medusa's heads")
+    parser.add_argument("--unroll-from", type=float, default=0.0, help="share of it with the first draft only")
+    parser.add_argument("--start", type=Path, help="a file of weights to go on from; default: none, seeded")
     parser.add_argument("--rows", type=int, default=700, help="drafting positions of a batch")
     parser.add_argument("--learning-rate", type=float, default=1.2e-3)
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that can be drafted")
@@ -194,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     head = weights[EMBEDDING if source.shape.tie_embeddings else HEAD]
     teacher = Teacher(head, token_ids)
     module = new_module(chosen.kind, source.shape, weights[FINAL_NORM], chosen.unroll, chosen.seed)
+    if chosen.start:
+        restore(module, chosen.start)
     generated = sum(len(s.tokens) - s.num_prompt_tokens for s in sequences)
     about = {
         "kind": chosen.kind,
@@ -205,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "draft_vocabulary": len(token_ids),
         "coverage": round(coverage, 4),
         "parameters": sum(p.numel() for p in module.parameters()),
-        **{name: getattr(chosen, name) for name in ("steps", "unroll", "rows", "learning_rate", "seed")},
+        **{name: getattr(chosen, name) for name in RECORDED},
+        "start": json.loads(read_about(chosen.start)) if chosen.start else None,
     }
     print(json.dumps(about), flush=True)
     train(
@@ -219,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         learning_rate=chosen.learning_rate,
         seed=chosen.seed,
         evaluate_every=chosen.evaluate_every,
+        unroll_from=chosen.unroll_from,
         minutes=chosen.minutes,
         out=chosen.out,
         about=about,
