@@ -6,12 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from topology_runs import Run, config_of, requests_of, run, target_of
+from topology_runs import Run, config_of, gone, requests_of, run, shared_memory, target_of
 
 from impls.engine import Engine
 from impls.seams import Topology
@@ -35,23 +34,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[Any]:
     built.close()
 
 
-def gone(pids: dict[str, int]) -> bool:
-    """Have all of these ended, within ten seconds?"""
-    for _ in range(500):
-        alive = [pid for pid in pids.values() if psutil.pid_exists(pid) and not _is_zombie(pid)]
-        if not alive:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_without_a_topology_the_target_is_an_engine_of_this_process() -> None:
     assert isinstance(target_of(config_of()), Engine)
 
@@ -64,11 +46,12 @@ def test_without_a_topology_the_target_is_an_engine_of_this_process() -> None:
         (PAIR, "topology.prefill.workers=2", "topology.decode.workers=2"),
         (PAIR, "batching=static", "topology.decode.batching=continuous"),
         (PAIR, "kv_cache=contiguous"),
+        (PAIR, "kv_cache=pow2"),
         (PAIR, "decoding=speculative", "proposer=draft_model"),
         (PAIR, "prefix=radix", "batching=chunked_prefill", "batching.max_num_batched_tokens=16"),
     ],
     indirect=True,
-    ids=["replicas", "1p1d", "2p2d", "static prefill", "contiguous", "draft model", "chunked and radix"],
+    ids=["replicas", "1p1d", "2p2d", "static prefill", "contiguous", "pow2", "draft model", "chunked and radix"],
 )
 def test_tokens_are_those_of_one_engine(target: Any, colocated: Run) -> None:
     found = run(target, REQUESTS)
@@ -207,7 +190,7 @@ def test_kill_9_of_a_replica_leaves_the_other_at_work(target: Any) -> None:
 
 
 def test_close_in_the_middle_leaves_no_process_and_no_shared_memory() -> None:
-    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    before = shared_memory()
     target = target_of(config_of(PAIR))
     pids = target.pid_of
     for request in requests_of(6, output=60):
@@ -217,10 +200,7 @@ def test_close_in_the_middle_leaves_no_process_and_no_shared_memory() -> None:
     began = time.monotonic()
     target.close()
     assert time.monotonic() - began < ENDING_S, "a worker had to be killed"
-    assert gone(pids)
-    if Path("/dev/shm").exists():
-        left = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith(("pym", "psm"))]
-        assert not left
+    assert gone(pids) and shared_memory() <= before
 
 
 def test_a_target_that_nobody_closes_takes_its_workers_along() -> None:

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from topology_runs import ARM
 
 from harness.__main__ import main
 from harness.block import run_block
 from harness.records import TrialRecord, read_trial
 from harness.run_dir import pending_blocks, read_plan
-
-ARM = [
-    *("study=none", "model=tiny", "device=cpu", "attention=sdpa", "workload/prompts=random", "workload/arrivals=burst"),
-    *("workload/prompt_length=constant", "workload.prompt_length.value=40", "workload/output_length=constant"),
-    *("workload.output_length.value=12", "workload.num_requests=8", "batching.max_num_seqs=4"),
-    *("model.max_model_len=128", "kv_cache.budget=1024tokens", "batching.max_num_batched_tokens=128"),
-]
 
 
 def blocks(run_dir: Path, overrides: Any) -> None:

@@ -7,9 +7,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from harness.arm import resolve_study
 from harness.compose import compose_arm
@@ -20,6 +22,14 @@ from impls.request import Request, SamplingParams
 from impls.seams import StepStats
 
 LIMIT_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+# A whole trial, from the command line.
+ARM = [
+    *("study=none", "model=tiny", "device=cpu", "attention=sdpa", "workload/prompts=random", "workload/arrivals=burst"),
+    *("workload/prompt_length=constant", "workload.prompt_length.value=40", "workload/output_length=constant"),
+    *("workload.output_length.value=12", "workload.num_requests=8", "batching.max_num_seqs=4"),
+    *("model.max_model_len=128", "kv_cache.budget=1024tokens", "batching.max_num_batched_tokens=128"),
+]
 BASE = (
     *("study=none", "model=tiny", "device=cpu", "device.threads=1", "attention=sdpa", "precision=fp32"),
     *("model.max_model_len=128", "batching.max_num_batched_tokens=128", "batching.max_num_seqs=4"),
@@ -81,3 +91,27 @@ def run(
         between(found)
         assert time.monotonic() - began < LIMIT_S, f"hangs: {len(found.ends)} of {len(requests)} ended"
     return found
+
+
+def gone(pids: dict[str, int]) -> bool:
+    """Have all of these ended, within ten seconds?"""
+    for _ in range(500):
+        alive = [pid for pid in pids.values() if psutil.pid_exists(pid) and not _is_zombie(pid)]
+        if not alive:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def shared_memory() -> set[str]:
+    """What multiprocessing has in shared memory under a name, if anything."""
+    if not SHARED_MEMORY.exists():
+        return set()
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("pym", "psm"))}
