@@ -211,7 +211,8 @@ def _end(arms: Sequence[Arm]) -> float:
 
 def _top(traces: Sequence[dict[str, Any]], yaxis: str) -> float:
     """Above every point and what is offered. An interval of three rates near 0 may reach ten times as far."""
-    return round(1.15 * max(y for trace in traces if trace["yaxis"] == yaxis for y in trace["y"] if y is not None), 6)
+    points = [float(y) for trace in traces if trace["yaxis"] == yaxis for y in trace["y"] if y is not None]
+    return round(1.15 * max(points), 6)
 
 
 def _references(arms: Sequence[Arm]) -> list[dict[str, Any]]:
