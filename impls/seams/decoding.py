@@ -91,7 +91,6 @@ class ModelRunner(Protocol):
         model: "target" or "draft"; num_layers: stop after so many of its layers, then final norm and head.
         """
 
-
     def draft_batch(self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int]) -> StepBatch:
         """The same rows as a batch, for a proposer that runs a head of its own."""
 

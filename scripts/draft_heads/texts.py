@@ -46,12 +46,13 @@ def _passages_of(source: str) -> Iterator[Passage]:
         tree = ast.parse(source)
     except SyntaxError:  # templates and files for other versions
         return
+    lines = source.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = inspect.cleandoc(ast.get_docstring(node) or "")
             yield from (Passage("prose", piece) for piece in _pieces(text))
         if isinstance(node, ast.FunctionDef):
-            code = inspect.cleandoc(ast.get_source_segment(source, node) or "")
+            code = inspect.cleandoc("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             if MIN_CHARS <= len(code) <= MAX_CHARS:
                 yield Passage("code", code)
 

@@ -15,6 +15,7 @@ from engine_testing import CONF, GROUPS, arm_config, build, request, run
 
 import harness.arm
 import impls.build
+from impls.decoding.proposers.eagle import EagleProposer
 from impls.engine import Engine
 from impls.models.llama import LlamaModel
 from impls.models.source import ModelSource
@@ -28,7 +29,7 @@ SHAPE = ModelShape(49152, 576, 1536, NUM_LAYERS, 9, 3, 64, 8192, 100000.0, None,
 MAX_MODEL_LEN = 48
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 3
-TIGHT = 52  # tokens: less than three sequences grow to, so that they are preempted and what is cached is evicted
+TIGHT = 56  # tokens: less than three sequences grow to, so that they are preempted and what is cached is evicted
 NUM_PROMPTS = 3
 OUTPUT_TOKENS = 10
 MIN_GAP = 0.01  # between the two best logits wherever a token is chosen; GEMMs of other shapes round by 1e-4
@@ -134,7 +135,8 @@ def _arm(combination: Combination) -> Arm:
 def budget_tokens(combination: Combination) -> int:
     """Paged sequences grow into each other's room; those in one piece find room for `MAX_NUM_SEQS` of them."""
     if "paged" in combination:
-        return TIGHT
+        own = EagleProposer.kv_bytes_per_token(SHAPE, 4) if "eagle" in combination else 0  # as many blocks as the others
+        return round(TIGHT * (1 + own / SHAPE.kv_bytes_per_token(4)))
     return 64 * MAX_NUM_SEQS + 64  # pieces are powers of two
 
 
