@@ -132,11 +132,11 @@ def _arm(combination: Combination) -> Arm:
     return Arm(axes, SHAPE, MAX_MODEL_LEN, "cpu", budget_tokens(combination) * SHAPE.kv_bytes_per_token(4), 4)
 
 
-def budget_tokens(combination: Combination) -> int:
+def budget_tokens(combination: Combination, tight: int = TIGHT) -> int:
     """Paged sequences grow into each other's room; those in one piece find room for `MAX_NUM_SEQS` of them."""
     if "paged" in combination:
         own = EagleProposer.kv_bytes_per_token(SHAPE, 4) if "eagle" in combination else 0  # as many blocks as the others
-        return round(TIGHT * (1 + own / SHAPE.kv_bytes_per_token(4)))
+        return round(tight * (1 + own / SHAPE.kv_bytes_per_token(4)))
     return 64 * MAX_NUM_SEQS + 64  # pieces are powers of two
 
 
@@ -232,12 +232,16 @@ def oracle(source: ModelSource) -> list[Expected]:
 
 
 def check(
-    combination: Combination, source: ModelSource, expected: Sequence[Expected], backend: str | None = None
+    combination: Combination,
+    source: ModelSource,
+    expected: Sequence[Expected],
+    backend: str | None = None,
+    tight: int = TIGHT,
 ) -> None:
     """AssertionError for another token, for a slot that is read before it is written, for a block that is lost, and for
     an option that was not put to use. Each prompt comes twice, so that there is something to share."""
     config = arm_config(
-        budget_tokens=budget_tokens(combination),
+        budget_tokens=budget_tokens(combination, tight),
         source=source,
         max_model_len=MAX_MODEL_LEN,
         **choices(combination, backend),

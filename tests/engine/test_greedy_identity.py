@@ -66,4 +66,4 @@ def test_whole_model(real_model):
             ("static", "recompute", "contiguous", "off", "ngram", "sdpa", "eager", "off"),
         ):
             if not reasons(row):
-                check(row, real_model, found)
+                check(row, real_model, found, tight=64)
