@@ -135,7 +135,7 @@ def _arm(combination: Combination) -> Arm:
 def budget_tokens(combination: Combination, tight: int = TIGHT) -> int:
     """Paged sequences grow into each other's room; those in one piece find room for `MAX_NUM_SEQS` of them."""
     if "paged" in combination:
-        own = EagleProposer.kv_bytes_per_token(SHAPE, 4) if "eagle" in combination else 0  # as many blocks as the others
+        own = EagleProposer.kv_bytes_per_token(SHAPE, 4) if "eagle" in combination else 0  # equally many blocks
         return round(tight * (1 + own / SHAPE.kv_bytes_per_token(4)))
     return 64 * MAX_NUM_SEQS + 64  # pieces are powers of two
 
