@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -175,9 +176,11 @@ def does_not_fit(
 
 
 def datasheet_peaks(device_name: str, arithmetic: str) -> Peaks | None:
-    """arithmetic: `LinearMethod.arithmetic`."""
+    """arithmetic: `LinearMethod.arithmetic`. None for a MIG slice: the datasheet is about the whole GPU."""
+    if re.search(r"\bMIG\b", device_name):
+        return None
     for name, (bf16, fp8, int8, bandwidth) in DATASHEET.items():
-        if name in device_name:
+        if re.search(rf"\b{re.escape(name)}\b", device_name):  # whole words: an L40S is no L4
             tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(arithmetic, bf16)
             return Peaks(tera * 1e12 if tera else None, bandwidth * 1e9, "datasheet")
     return None

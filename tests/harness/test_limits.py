@@ -12,6 +12,7 @@ from harness.limits import (
     ResidentModel,
     attended_positions,
     cost_of_step,
+    datasheet_peaks,
     does_not_fit,
     forward_cost,
     head_parameters,
@@ -155,3 +156,16 @@ def test_utilisation_is_null_without_a_peak():
     steps = [{"flops": 50, "bytes": 10}, {"flops": 50, "bytes": 30}]
     assert utilisation(steps, Peaks(1000.0, 100.0, "measured"), 2.0) == {"mfu": 0.05, "mbu": 0.2}
     assert utilisation(steps, Peaks(None, None, "unknown"), 2.0) == {"mfu": None, "mbu": None}
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40S", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb"]
+)
+def test_a_gpu_of_another_name_and_a_slice_of_one_are_in_no_datasheet(name):
+    assert datasheet_peaks(name, "bf16") is None
+
+
+@pytest.mark.parametrize(("name", "bandwidth"), [("NVIDIA L4", 300e9), ("NVIDIA H200", 4800e9), ("NVIDIA B200", 8e12)])
+def test_a_gpu_of_the_datasheet_has_its_peaks(name, bandwidth):
+    found = datasheet_peaks(name, "bf16")
+    assert found is not None and (found.bytes_per_s, found.source) == (bandwidth, "datasheet")
