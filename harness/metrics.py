@@ -193,11 +193,12 @@ def kv_shares(steps: pd.DataFrame) -> dict[str, float | None]:
 def energy_joules(telemetry: pd.DataFrame, window: Window) -> float | None:
     """The GPUs' energy counters at the window's end minus its start, read off between the two nearest samples.
 
-    None without a counter, or where a counter's samples do not enclose the window.
+    None where a GPU of the trial has no counter, or where a counter's samples do not enclose the window.
     """
+    gpus = set(telemetry.loc[telemetry["source"].str.fullmatch(r"gpu\d+"), "source"])
     counters = telemetry[(telemetry["name"] == "energy_j") & telemetry["source"].str.startswith("gpu")]
     counters = counters.dropna(subset=["value"])
-    if window.length_s is None or counters.empty:
+    if window.length_s is None or counters.empty or gpus - set(counters["source"]):
         return None
     joules = 0.0
     for _, samples in counters.groupby("source"):

@@ -169,6 +169,14 @@ def test_38_energy_is_the_counter_at_the_windows_edges() -> None:
     assert energy_joules(NO_TELEMETRY, Window("timed", 5.0, 15.0)) is None
 
 
+def test_38_energy_of_all_gpus_or_of_none() -> None:
+    samples = [(t, "gpu0", "energy_j", 10 * t) for t in (0.0, 10.0)] + [(0.0, "gpu1", "power_w", 300.0)]
+    columns = dict(zip(("t_s", "source", "name", "value"), map(list, zip(*samples, strict=True)), strict=True))
+    telemetry = frame({**columns, "unit": ["J", "J", "W"]}, TELEMETRY_SCHEMA)
+    assert energy_joules(telemetry, Window("timed", 0.0, 10.0)) is None  # gpu1 has no counter
+    assert energy_joules(telemetry.iloc[:2], Window("timed", 0.0, 10.0)) == 100.0
+
+
 def test_39_none_one_two_and_equal_values() -> None:
     assert distribution([]) == {**dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max")), "n": 0}
     assert distribution([3.0]) == {**dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 3.0), "n": 1}
