@@ -110,6 +110,10 @@ class RecordError(ValueError):
     """A record that cannot be written or read: one line that names the file."""
 
 
+class NewerRecordError(RecordError):
+    """A record of a schema that is newer than this version reads."""
+
+
 @dataclass(frozen=True)
 class TrialRecord:
     """One trial as read back. ``run`` is run.json with infinities restored in `metrics`, `limits` and `window`.
@@ -228,7 +232,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if type(version) is not int or version < 1:
         raise RecordError(f"{path}: schema_version {version!r} is not a version number")
     if version > SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, which this version reads")
+        newer = f"schema_version {version} is newer than {SCHEMA_VERSION}, which this version reads"
+        raise NewerRecordError(f"{path}: {newer}")
     return loaded
 
 
@@ -313,9 +318,14 @@ def write_trial(
 
 
 def _status(directory: Path) -> str | None:
-    """The status recorded there; None if there is no readable record, which a new one may replace."""
+    """The status recorded there; None if there is no readable record, which a new one may replace.
+
+    NewerRecordError for one of a newer schema: it is whole, and another version's to replace.
+    """
     try:
         return str(read_json(directory / "run.json").get("status"))
+    except NewerRecordError:
+        raise
     except RecordError:
         return None
 

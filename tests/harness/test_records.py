@@ -190,6 +190,15 @@ def test_an_ok_record_is_never_overwritten(tmp_path: Path) -> None:
     assert read_trial(tmp_path / "0").run["seed"] == 1
 
 
+def test_a_record_of_a_newer_schema_is_never_overwritten(tmp_path: Path) -> None:
+    write_trial(tmp_path / "0", run_json(seed=1))
+    newer = json.dumps({**json.loads((tmp_path / "0" / "run.json").read_text()), "schema_version": 99})
+    (tmp_path / "0" / "run.json").write_text(newer)
+    with pytest.raises(RecordError, match="schema_version 99 is newer"):
+        write_trial(tmp_path / "0", run_json(seed=2))
+    assert (tmp_path / "0" / "run.json").read_text() == newer
+
+
 def test_an_unreadable_record_is_replaced(tmp_path: Path) -> None:
     write_trial(tmp_path / "0", run_json())
     (tmp_path / "0" / "run.json").write_text("{")
