@@ -116,6 +116,8 @@ def _compare(
     if reasons:
         return ArmComparison(first, second, list(dict.fromkeys(reasons)), [], [])
     mine, other = _values(a), _values(b)
+    for name in _by_other_rules(a[numbers[0]]["config"], b[numbers[0]]["config"]):
+        mine[name] = other[name] = {}
     metrics = [
         MetricComparison(
             name, _middle(mine[name]), _middle(other[name]), ratio(name, other[name], mine[name], adaptive=adaptive)
@@ -124,6 +126,16 @@ def _compare(
         if direction(name) and _middle(mine.get(name, {})) is not None and _middle(other.get(name, {})) is not None
     ]
     return ArmComparison(first, second, [], _changes(a[numbers[0]], b[numbers[0]]), metrics)
+
+
+def _by_other_rules(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Metrics that judge the same requests by other limits or prices; the change itself is listed."""
+    found = []
+    if one.get("slo") != other.get("slo"):
+        found += ["goodput_per_s", "slo_attainment", "cost_per_million_output_tokens"]
+    if one.get("price") != other.get("price"):
+        found.append("cost_per_million_output_tokens")
+    return found
 
 
 def _values(runs: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, float | None]]:

@@ -282,6 +282,7 @@ def test_who_is_stopped_stops_profiling(watched: Watched) -> None:
 
 def test_a_compiled_model_is_told_apart_by_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced without being fused, which takes no compiler: what is in the graph is the same."""
+    torch._dynamo.reset()  # after so many graphs of one function, made by tests before, it would run untraced
     monkeypatch.setattr(CompiledExecutor, "validate", classmethod(lambda cls, arm: []))
     found = Watched("attention=sdpa", "execution=compiled", backend="eager")
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -98,6 +98,18 @@ def test_what_may_differ_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "batching.max_num_seqs: 32 -> 2" in capsys.readouterr().out
 
 
+def test_the_same_requests_judged_by_other_limits_are_not_compared_by_them(tmp_path: Path) -> None:
+    limits = {"name": "interactive", "ttft_s": 2.0, "tpot_s": 0.2}
+    runs = []
+    for name, ttft_s in (("a", 2.0), ("b", 0.1)):
+        config = {**config_of(ONE, 4), "slo": {**limits, "ttft_s": ttft_s}}
+        runs.append(read_run(write(tmp_path / name, ONE, config=config)))
+    (same,), (other,) = compare_runs(runs[0], runs[0]), compare_runs(*runs)
+    assert {"goodput_per_s", "output_tokens_per_s"} <= {row.metric for row in same.metrics}
+    assert {"goodput_per_s", "slo_attainment"}.isdisjoint(row.metric for row in other.metrics)
+    assert "output_tokens_per_s" in {row.metric for row in other.metrics}
+
+
 def test_arms_are_matched_by_name_and_two_single_ones_whatever_their_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
