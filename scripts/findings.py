@@ -67,6 +67,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "chunked": (*SPEED, *ITL, ratio("ratio of ITL p99", "itl_s.p99"), *TTFT),
     "load": (*SPEED[:1], *TTFT, *ITL, *GOODPUT[:1], SLO),
     "prompt_lookup": (*SPEED, metric("acceptance %", "acceptance_rate", 1, 100)),
+    "eagle": (
+        *(*SPEED, metric("acceptance %", "acceptance_rate", 1, 100), metric("tokens a step", "tokens_per_step", 2)),
+        *(metric("predicted x", "speculation.predicted_speedup", 2), metric("c", "speculation.draft_cost", 3)),
+        metric("v", "speculation.verify_cost", 2),
+    ),
     "prefix": (
         *(*SPEED, *TTFT, ratio("ratio of TTFT p50", "ttft_s.p50")),
         metric("hits %", "prefix_hit_rate_observed", 1, 100),
