@@ -2,7 +2,8 @@
 
     python -m scripts.findings
 
-Each block of the page that begins with `<!-- begin: <folder> -->` becomes the table of that study's records.
+Each block of the page that begins with `<!-- begin: <folder> -->` becomes the table of that study's records, and
+`<!-- begin: <folder>:products -->` that of how the gains of a factorial study combine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from harness.interaction import interactions
+from harness.statistics import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "reference" / "cpu"
@@ -44,11 +48,7 @@ def ratio(name: str, key: str) -> Column:
 
     def cell(arm: Arm) -> str:
         found = (arm["step_ratios"] if arm["versus"] else arm["ratios"])[key]
-        if found["median"] is None:
-            return found["verdict"]
-        if (found["low"], found["high"]) == (1, 1):
-            return "-"
-        return f"{found['median']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+        return "-" if (found["low"], found["high"]) == (1, 1) else ratio_text(Ratio(**found))
 
     return Column(name, cell)
 
@@ -56,6 +56,11 @@ def ratio(name: str, key: str) -> Column:
 SPEED = (metric("output tok/s", "output_tokens_per_s", 1), ratio("ratio", "output_tokens_per_s"))
 TTFT = (metric("TTFT p50 s", "ttft_s.p50", 2), metric("TTFT p99 s", "ttft_s.p99", 2))
 ITL = (metric("ITL p50 ms", "itl_s.p50", 0, 1e3), metric("ITL p99 ms", "itl_s.p99", 0, 1e3))
+ACCEPTED = metric("acceptance %", "acceptance_rate", 1, 100)
+PREDICTED = (
+    *(metric("predicted x", "speculation.predicted_speedup", 2), metric("c", "speculation.draft_cost", 3)),
+    metric("v", "speculation.verify_cost", 2),
+)
 KV_WASTE = metric("KV used %", "kv_utilization", 1, 100)
 SLO = metric("SLO met %", "slo_attainment", 0, 100)
 GOODPUT = (metric("good requests/s", "goodput_per_s", 2), ratio("ratio of goodput", "goodput_per_s"))
@@ -66,12 +71,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "aa": (*SPEED, ratio("ratio of TTFT p50", "ttft_s.p50"), ratio("ratio of ITL p99", "itl_s.p99")),
     "chunked": (*SPEED, *ITL, ratio("ratio of ITL p99", "itl_s.p99"), *TTFT),
     "load": (*SPEED[:1], *TTFT, *ITL, *GOODPUT[:1], SLO),
-    "prompt_lookup": (*SPEED, metric("acceptance %", "acceptance_rate", 1, 100)),
-    "eagle": (
-        *(*SPEED, metric("acceptance %", "acceptance_rate", 1, 100), metric("tokens a step", "tokens_per_step", 2)),
-        *(metric("predicted x", "speculation.predicted_speedup", 2), metric("c", "speculation.draft_cost", 3)),
-        metric("v", "speculation.verify_cost", 2),
-    ),
+    "prompt_lookup": (*SPEED, ACCEPTED),
+    "eagle": (*SPEED, ACCEPTED, metric("tokens a step", "tokens_per_step", 2), *PREDICTED),
+    "speculation": (*SPEED, ACCEPTED, metric("tokens a step", "tokens_per_step", 2), *PREDICTED),
     "prefix": (
         *(*SPEED, *TTFT, ratio("ratio of TTFT p50", "ttft_s.p50")),
         metric("hits %", "prefix_hit_rate_observed", 1, 100),
@@ -81,7 +83,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         *(*SPEED, TTFT[0], ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("perplexity", "perplexity", 2)),
         *(metric("KL", "kl_vs_bf16", 4), metric("top-1 %", "top1_agreement", 1, 100)),
     ),
+    "kv_dtype": (
+        *(*SPEED, TTFT[0], ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("KL", "kl_vs_bf16", 4)),
+        metric("top-1 %", "top1_agreement", 1, 100),
+    ),
     "huggingface": (*SPEED, *TTFT, ITL[0]),
+    "tour": (*SPEED, TTFT[0], ratio("ratio of TTFT p50", "ttft_s.p50"), ITL[1], ratio("ratio of ITL p99", "itl_s.p99")),
+    "interaction": SPEED,
     "disaggregated": (*SPEED[:1], *TTFT, *ITL, *GOODPUT, SLO),
 }
 
@@ -108,8 +116,33 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def products(folder: Path) -> str:
+    """Markdown: each joint gain of a factorial study beside the product of the single ones."""
+    plan = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+    values: dict[str, dict[int, float | None]] = {arm: {} for arm in plan["arms"]}
+    for path in folder.glob("*/*/run.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        values[run["arm"]][run["trial"]] = run["metrics"]["output_tokens_per_s"]
+    lines = ["| together | gain | product of the single gains | gain / product |", "|---|---:|---:|---:|"]
+    for found in interactions("output_tokens_per_s", values, plan["baseline"]):
+        product = "n/a" if found.product is None else f"{found.product:.2f}x"
+        lines.append(f"| {found.arm} | {ratio_text(found.joint)} | {product} | {ratio_text(found.deviation)} |")
+    return "\n".join(lines)
+
+
+def ratio_text(found: Ratio) -> str:
+    if found.median is None:
+        return found.verdict
+    return f"{found.median:.2f}x" + ("" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]")
+
+
 def page(text: str) -> str:
-    return BLOCK.sub(lambda block: f"{block[1]}\n{table(RECORDS / block[2])}\n\n{block[3]}", text)
+    def block(found: re.Match[str]) -> str:
+        name, _, kind = found[2].partition(":")
+        made = (products if kind == "products" else table)(RECORDS / name)
+        return f"{found[1]}\n{made}\n\n{found[3]}"
+
+    return BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":
