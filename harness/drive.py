@@ -22,8 +22,9 @@ class RealClock:
     def __init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
-        self._origin = time.perf_counter()
+    def restart(self, lead_s: float = 0.0) -> None:
+        """It shows -``lead_s`` now."""
+        self._origin = time.perf_counter() + lead_s
 
     def now(self) -> float:
         return time.perf_counter() - self._origin

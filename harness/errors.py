@@ -9,15 +9,13 @@ import psutil
 from hydra.errors import OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
+from harness.texts import one_line as one_line
+
 LONGEST = 500  # characters of what an error says of itself
 
 
 class BadInput(ValueError):
     """The user's mistake, said in one line; exit status 2."""
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def failure(error: Exception) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from harness.distribution import distribution
 from harness.speculation import speculation_metrics
-from harness.validity import warnings_of
+from harness.validity import peak_warnings, warnings_of
 
 if TYPE_CHECKING:
     from harness.limits import Peaks
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 
 WINDOW_RULES = ("burst", "replay", "timed")
-PERCENTILES = (50, 90, 95, 99)
 # Per request, and so what an SLO may bound.
 REQUEST_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queueing_s")
 # Measured or known outside the tables; taken from ``extras`` as they are, null where it has none.
@@ -70,28 +70,6 @@ def measure_window(requests: pd.DataFrame, rule: str, warmup_s: float, last_arri
     if scheduled.empty or not ends:
         return Window(rule, None, None)
     return Window(rule, float(scheduled.min()), float(max(ends)))
-
-
-# --- distributions ----------------------------------------------------------------------------------------------------
-
-
-def nearest_rank(ordered: Floats, percent: int) -> float:
-    """The smallest value with at least ``percent`` % of all at or below it; ascending, not empty, inf allowed."""
-    return float(ordered[max(0, -(-percent * len(ordered) // 100) - 1)])
-
-
-def distribution(values: Iterable[float]) -> dict[str, float | int | None]:
-    """mean (of the finite ones: finished requests), p50, p90, p95, p99, max and n. The empty set is null with n 0."""
-    ordered = np.sort(np.fromiter(values, np.float64))
-    if not len(ordered):
-        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}, "max": None, "n": 0}
-    finite = ordered[np.isfinite(ordered)]
-    return {
-        "mean": math.fsum(finite) / len(finite) if len(finite) else None,
-        **{f"p{p}": nearest_rank(ordered, p) for p in PERCENTILES},
-        "max": float(ordered[-1]),
-        "n": len(ordered),
-    }
 
 
 # --- per request ------------------------------------------------------------------------------------------------------
@@ -244,6 +222,7 @@ def compute_metrics(
     )
     chosen, outcomes = latencies[counted], latencies["outcome"][counted]
     accepted = requests[counted & (latencies["outcome"] != "rejected").to_numpy()]
+    finished = requests[counted & (latencies["outcome"] == "finished").to_numpy()]  # means are over these alone
     inside = steps[window.holds(steps["start_s"].to_numpy(float))]
     tokens = tokens_inside(requests, window)
     output_tokens = int(tokens.sum())
@@ -252,6 +231,7 @@ def compute_metrics(
     good = meets_slo(latencies, bounds)
     good_in_window = int((good & counted).sum()) if bounds else None
     itl, inter_emission = emission_gaps(accepted)
+    finished_itl, finished_inter_emission = emission_gaps(finished)
     shares = kv_shares(inside)
 
     metrics: dict[str, Any] = {
@@ -268,7 +248,8 @@ def compute_metrics(
         "kv_utilization": shares["used"],
         "kv_waste": {name: shares[name] for name in ("internal", "reserved_ahead", "unusable")},
         "acceptance_rate": _quotient(_total(inside, "accepted_tokens"), _total(inside, "draft_tokens")),
-        "tokens_per_step": _quotient(output_tokens, _total(inside, "kept_rows")),  # of one sequence: 1 without drafts
+        # Of one sequence, by the step that made them: exactly 1 without drafts.
+        "tokens_per_step": _quotient(_total(inside, "emitted_tokens"), _total(inside, "kept_rows")),
         "speculation": speculation_metrics(inside, extras.get("decode_costs")),
         "prefix_hit_rate_planned": _quotient(
             _total(accepted, "planned_cached_tokens"), _total(accepted, "prompt_tokens")
@@ -281,9 +262,12 @@ def compute_metrics(
         "energy_j_per_output_token": _quotient(energy_joules(telemetry, window), output_tokens),
         "cost_per_million_output_tokens": _cost(price_per_hour, int(tokens[good].sum()), seconds),
         **{name: extras.get(name) for name in GIVEN_METRICS},
-        **{name: distribution(chosen[name].dropna()) for name in REQUEST_METRICS},
-        "itl_s": distribution(itl),
-        "inter_emission_s": distribution(inter_emission),
+        **{
+            name: distribution(chosen[name].dropna(), chosen.loc[outcomes == "finished", name].dropna())
+            for name in REQUEST_METRICS
+        },
+        "itl_s": distribution(itl, finished_itl),
+        "inter_emission_s": distribution(inter_emission, finished_inter_emission),
     }
     if kv_layout == "contiguous" and max_num_seqs:
         waits = (inside["waiting"] > 0).to_numpy(bool)
@@ -292,7 +276,7 @@ def compute_metrics(
     described = {"start_s": window.start_s, "end_s": window.end_s, "rule": window.rule}
     speculation, ignore_eos = bool(extras.get("speculation")), bool(extras.get("ignore_eos"))
     warnings = warnings_of(requests, steps, telemetry, metrics, described, speculation, ignore_eos)
-    return described, metrics, warnings
+    return described, metrics, warnings + peak_warnings(metrics, extras.get("peaks"))
 
 
 def distinct_4gram_share(outputs: Iterable[Sequence[int]]) -> float | None:

@@ -23,6 +23,8 @@ from impls.request import Request
 from impls.seams import StepResult
 from workloads.stream import RequestStream
 
+LEAD_S = 0.05  # enough for a first round of samples, which waits 40 ms for a GPU without GPM
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -48,7 +50,11 @@ def observe(
     on_step: Callable[[StepResult], None],
     should_stop: Callable[[], bool],
 ) -> Observed:
-    """Drive the whole stream through the system. ``initial``: the stream's own; ``clock`` starts with the window."""
+    """Drive the whole stream through the system. ``initial``: the stream's own; ``clock`` starts with the window.
+
+    Sampling starts `LEAD_S` earlier, at times below 0: the energy of a window is known only between two samples of a
+    counter, one of them from before it opened.
+    """
     recorder = Recorder()
     gpus = gpu_source() if system.config["device"]["name"] == "cuda" else None
     sources: list[Source] = [ProcessSource(system.pids), HostSource(), *([gpus] if gpus else [])]
@@ -57,8 +63,9 @@ def observe(
     gc.disable()
     try:
         system.memory.reset()
-        clock.restart()
+        clock.restart(LEAD_S)
         with Sampler(sources, clock, options.rate_hz) as sampler:
+            clock.sleep_until(0.0)
             completed = drive(
                 system.target, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
             )

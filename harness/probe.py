@@ -1,45 +1,89 @@
-"""What this machine really achieves: a short probe, once a machine, so that MFU and MBU mean something."""
+"""What this machine really achieves: a short probe, kept for a month, so that MFU and MBU mean something."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from harness.limits import Peaks, datasheet_peaks
 from impls.seams import LinearMethod
 
+VERSION = 2  # of what is measured and how; 1 read memory where 2 copies it
+MAX_AGE_S = 30 * 24 * 3600.0
 PROBE_S = 0.35
+GEMM_ROWS, GEMM_SIZE = 512, 1024
+COPY_BYTES = 128 * 2**20  # read and as many written: together more than a last-level cache holds
+
+# Seconds that a piece of work takes at best on a device.
+Seconds = Callable[[Callable[[], object], str], float]
 
 
 def peaks(device: str, method: LinearMethod, cache_dir: Path) -> Peaks:
     """Datasheet figures where the device is known, else measured (labelled so) and kept in ``cache_dir``.
 
-    The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic.
+    The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic. What
+    is kept is measured again after `MAX_AGE_S`, or where it cannot be read, and is of this machine, number of threads,
+    version of torch, method and version of the probe.
     """
     if device == "cuda":
         known = datasheet_peaks(torch.cuda.get_device_name(0), method.arithmetic)
         if known is not None:
             return known
-    name, threads = device_name(device), torch.get_num_threads()
-    key = {"device": device, "name": name, "threads": threads, "torch": torch.__version__, "kernel": method.kernel}
+    key = probe_key(device, method)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_dir / f"peaks-{digest}.json"
-    if not path.exists():
-        measured = {"flops_per_s": _gemm_flops_per_s(device, method), "bytes_per_s": _read_bytes_per_s(device), **key}
+    found = _kept(path, key)
+    if found is None:
+        found = Peaks(gemm_flops_per_s(device, method), copy_bytes_per_s(device), "measured")
+        _keep(path, key, found)
+    return found
+
+
+def probe_key(device: str, method: LinearMethod) -> dict[str, Any]:
+    """All that a measured peak depends on, as plain data."""
+    options = {name: value for name, value in sorted(vars(method).items()) if isinstance(value, str | int | float)}
+    return {
+        "version": VERSION,
+        "device": device,
+        "name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "method": type(method).__name__,
+        "options": options | {"kernel": method.kernel, "activations": str(method.activation_dtype)},
+    }
+
+
+def _kept(path: Path, key: Mapping[str, Any]) -> Peaks | None:
+    """What an earlier probe measured; None if nothing is there, or nothing to rely on."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        flops_per_s, bytes_per_s = float(values["flops_per_s"]), float(values["bytes_per_s"])
+        age_s = time.time() - float(values["measured_at"])
+        rates = 0 < flops_per_s < math.inf and 0 < bytes_per_s < math.inf
+        usable = rates and 0 <= age_s < MAX_AGE_S and values["key"] == key
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return Peaks(flops_per_s, bytes_per_s, "measured") if usable else None
+
+
+def _keep(path: Path, key: Mapping[str, Any], found: Peaks) -> None:
+    values = {"flops_per_s": found.flops_per_s, "bytes_per_s": found.bytes_per_s, "measured_at": time.time()}
+    with suppress(OSError):  # no place to keep it: the next trial measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(measured))
+        temporary.write_text(json.dumps({**values, "key": key}), "utf-8")
         temporary.replace(path)
-    values = json.loads(path.read_text())
-    return Peaks(values["flops_per_s"], values["bytes_per_s"], "measured")
 
 
 def device_name(device: str) -> str:
@@ -53,29 +97,29 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def _best_seconds(work: Callable[[], object], device: str) -> float:
+def best_seconds(work: Callable[[], object], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """The best of many runs over at least a third of a second: one that nothing else disturbed."""
-    best, begun = float("inf"), time.perf_counter()
-    while time.perf_counter() - begun < PROBE_S:
-        start = time.perf_counter()
+    best, begun = math.inf, clock()
+    while clock() - begun < PROBE_S:
+        start = clock()
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best
 
 
 @torch.inference_mode()
-def _gemm_flops_per_s(device: str, method: LinearMethod) -> float:
-    """A layer of 1024 x 1024 over 512 rows, multiplied as the arm multiplies its own."""
-    n, rows = 1024, 512
+def gemm_flops_per_s(device: str, method: LinearMethod, seconds: Seconds = best_seconds) -> float:
+    """A square layer over many rows, multiplied as the arm multiplies its own; a multiply-add is two."""
     generator = torch.Generator().manual_seed(0)
-    packed = method.pack(torch.randn(n, n, generator=generator) / n**0.5)
-    x = torch.randn(rows, n, generator=generator).to(device, method.activation_dtype)
-    return 2 * rows * n * n / _best_seconds(partial(method.apply, x, packed), device)
+    packed = method.pack(torch.randn(GEMM_SIZE, GEMM_SIZE, generator=generator) / GEMM_SIZE**0.5)
+    x = torch.randn(GEMM_ROWS, GEMM_SIZE, generator=generator).to(device, method.activation_dtype)
+    return 2 * GEMM_ROWS * GEMM_SIZE**2 / seconds(partial(method.apply, x, packed), device)
 
 
-def _read_bytes_per_s(device: str) -> float:
-    """Reading 256 MiB, more than any last-level cache: what streaming the weights once a step is bound by."""
-    data = torch.ones(64 * 2**20, device=device)
-    return data.numel() * 4 / _best_seconds(data.sum, device)
+def copy_bytes_per_s(device: str, seconds: Seconds = best_seconds) -> float:
+    """Bytes read and bytes written while one tensor is copied into another, in the memory of the device."""
+    source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)  # untouched pages would be read from none
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(partial(target.copy_, source), device)

@@ -216,7 +216,7 @@ class Recorder:
         columns |= self._kv_parts(columns)
         columns["step"] = range(len(self._scalars))
         columns["slot_request_ids"] = self._slots
-        columns["kept_rows"] = self._kept_rows()
+        columns["kept_rows"], columns["emitted_tokens"] = self._kept()
         columns["drafting_sequences"] = self._num_drafting
         spans = [slice(a, b) for a, b in pairwise(np.cumsum([0, *self._num_lens]).tolist())]
         columns["query_rows"] = [sum(self._query_lens[span]) for span in spans]
@@ -247,29 +247,30 @@ class Recorder:
             row.draft_tokens += drafted
             row.accepted_tokens += accepted
 
-    def _kept_rows(self) -> list[int]:
-        """Sequences that gained a kept token, by step.
+    def _kept(self) -> tuple[list[int], list[int]]:
+        """Sequences that gained a kept token, and the tokens that they gained, by the step that made them.
 
         More emissions than live rows: a batch's tokens were held until its end (`emit=batch_end`). The engine makes one
         emission per sequence and step, and a static batch's sequence runs in every step from its first on, so its i-th
         emission belongs to step first + i.
         """
         emissions = [
-            (request_id, step)
+            (request_id, step, len(tokens))
             for request_id, step, tokens in zip(
                 self._emission_ids, self._emission_steps, self._emission_tokens, strict=True
             )
             if step >= 0 and tokens
         ]
-        given = Counter(step for _, step in emissions)
-        kept = [0] * len(self._scalars)
+        given = Counter(step for _, step, _ in emissions)
+        rows, gained = [0] * len(self._scalars), [0] * len(self._scalars)
         made: Counter[str] = Counter()
-        for request_id, step in emissions:
+        for request_id, step, num_tokens in emissions:
             if given[step] > self._num_live[step]:
                 step = self._rows[request_id].first_step + made[request_id]
                 made[request_id] += 1
-            kept[step] += 1
-        return kept
+            rows[step] += 1
+            gained[step] += num_tokens
+        return rows, gained
 
     def _stats(self, step: int, span: slice) -> StepStats:
         scalars = dict(zip(_SCALARS, self._scalars[step], strict=True))

@@ -7,15 +7,11 @@ Infinity is the string "inf" in JSON.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,57 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 1
+from harness.record_json import (
+    SCHEMA_VERSION,
+    NewerRecordError,
+    RecordError,
+    decode_numbers,
+    encode,
+    read_json,
+    said,
+    write_json,
+)
+from harness.record_tables import (
+    FRAMES,
+    REQUEST_COLUMNS,
+    REQUEST_SCHEMA,
+    STEP_COLUMNS,
+    STEP_SCHEMA,
+    TELEMETRY_COLUMNS,
+    TELEMETRY_SCHEMA,
+    check_table,
+    empty_frame,
+    frame,
+    open_parquet,
+    read_table,
+    to_frame,
+)
+
+__all__ = [
+    "REQUEST_COLUMNS",
+    "REQUEST_SCHEMA",
+    "RUN_FIELDS",
+    "SCHEMA_VERSION",
+    "STEP_COLUMNS",
+    "STEP_SCHEMA",
+    "TELEMETRY_COLUMNS",
+    "TELEMETRY_SCHEMA",
+    "NewerRecordError",
+    "RecordError",
+    "StudyRecord",
+    "TrialRecord",
+    "decode_numbers",
+    "empty_frame",
+    "encode",
+    "frame",
+    "read_json",
+    "read_run",
+    "read_trial",
+    "validate_record",
+    "write_json",
+    "write_trial",
+]
+
 STATUSES = ("ok", "failed", "aborted", "not_run")
 RUN_FIELDS = (
     *("schema_version", "study", "arm", "trial", "status", "reasons", "config", "axes", "seed", "provenance", "window"),
@@ -33,85 +79,6 @@ RUN_FIELDS = (
 # `linear_stages.linear_stage_times` gave. profile: of `telemetry.profiler.Profile`. quality: of
 # `quality.measure_quality`.
 RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list, "profile": dict, "quality": dict}
-
-_TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
-REQUEST_COLUMNS: dict[str, pa.DataType] = {
-    "request_id": _TEXT,
-    "session_id": _TEXT,
-    "prompt_tokens": _INT,
-    "planned_cached_tokens": _INT,
-    "cached_prompt_tokens": _INT,
-    "max_tokens": _INT,
-    "output_tokens": _INT,
-    "intended_s": _FLOAT,
-    "submitted_s": _FLOAT,
-    "scheduled_s": _FLOAT,
-    "first_token_s": _FLOAT,
-    "finished_s": _FLOAT,
-    "finish_reason": _TEXT,
-    "error": _TEXT,
-    "preemptions": _INT,
-    "draft_tokens": _INT,
-    "accepted_tokens": _INT,
-    "output_token_ids": pa.list_(pa.int32()),
-    "emission_times_s": pa.list_(_FLOAT),
-    "emission_tokens": pa.list_(pa.int32()),
-}
-STEP_COLUMNS: dict[str, pa.DataType] = {
-    "step": _INT,
-    **dict.fromkeys(("start_s", "end_s", "schedule_s", "prepare_s", "forward_s", "sample_s", "commit_s"), _FLOAT),
-    **dict.fromkeys(("prefill_tokens", "decode_tokens", "padding_tokens", "dead_rows", "draft_tokens"), _INT),
-    **dict.fromkeys(("accepted_tokens", "running", "waiting", "preempted"), _INT),
-    "slot_request_ids": pa.list_(_TEXT),
-    **dict.fromkeys(("kv_capacity_tokens", "kv_used_tokens", "kv_internal_tokens", "kv_reserved_ahead_tokens"), _INT),
-    "kv_unusable_tokens": _INT,
-    "flops": _FLOAT,
-    "bytes": _FLOAT,
-}
-# Beyond the contract, null where an earlier version did not record it. propose_s: drafting. attention_s: the part of
-# forward_s in which the layers store and read K/V; null where it cannot be told apart (CUDA). kept_rows: sequences that
-# gained a kept token in this step. drafting_sequences: those whose drafts it verified. query_rows: rows that the model
-# computed, padding and dead rows included. gathered_bytes: copied to make the cache readable. swap_s, swapped_*_bytes:
-# copying the blocks of preempted sequences to host memory and back, between schedule and prepare. swapped_out: of the
-# preempted, those that were copied, the others compute again; swap_kept_bytes: in host memory at the step's end.
-# copied_blocks: begun as a copy of a block to which another sample of the same request writes as well.
-# worker: whose step it was, where a topology has several; their steps overlap, and each has its own K/V and rows.
-STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
-    "propose_s": _FLOAT,
-    "attention_s": _FLOAT,
-    "kept_rows": _INT,
-    "drafting_sequences": _INT,
-    "query_rows": _INT,
-    "gathered_bytes": _INT,
-    "swap_s": _FLOAT,
-    "swapped_out_bytes": _INT,
-    "swapped_in_bytes": _INT,
-    "swapped_out": _INT,
-    "swap_kept_bytes": _INT,
-    "copied_blocks": _INT,
-    "worker": _TEXT,
-}
-# Of a request whose keys and values another worker copied (all of its blocks), and how long the copying took.
-REQUEST_EXTRA_COLUMNS: dict[str, pa.DataType] = {"kv_transfer_bytes": _INT, "kv_transfer_s": _FLOAT}
-TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
-    "t_s": _FLOAT,
-    "source": _TEXT,
-    "name": _TEXT,
-    "value": _FLOAT,
-    "unit": _TEXT,
-}
-REQUEST_SCHEMA = pa.schema({**REQUEST_COLUMNS, **REQUEST_EXTRA_COLUMNS})
-STEP_SCHEMA = pa.schema({**STEP_COLUMNS, **STEP_EXTRA_COLUMNS})
-TELEMETRY_SCHEMA = pa.schema(TELEMETRY_COLUMNS)
-_FRAMES = {"requests": REQUEST_SCHEMA, "steps": STEP_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
-
-
-class RecordError(ValueError):
-    """A record that cannot be written or read: one line that names the file."""
-
-
-class NewerRecordError(RecordError):
-    """A record of a schema that is newer than this version reads."""
 
 
 @dataclass(frozen=True)
@@ -127,27 +94,27 @@ class TrialRecord:
 
     @cached_property
     def num_steps(self) -> int:
-        with _parquet(self.path / "steps.parquet") as file:
+        with open_parquet(self.path / "steps.parquet") as file:
             return int(file.metadata.num_rows)
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        return _to_frame(self.table("requests"))
+        return to_frame(self.table("requests"))
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        return _to_frame(self.table("steps"))
+        return to_frame(self.table("steps"))
 
     @cached_property
     def telemetry(self) -> pd.DataFrame:
-        return _to_frame(self.table("telemetry"))
+        return to_frame(self.table("telemetry"))
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
         """``columns`` (None: all) of the table `requests`, `steps` or `telemetry`, read now and not kept.
 
         A few columns cost a small part of what the whole frame does.
         """
-        return _read_table(self.path / f"{name}.parquet", _FRAMES[name], columns)
+        return read_table(self.path / f"{name}.parquet", FRAMES[name], columns)
 
 
 @dataclass(frozen=True)
@@ -160,92 +127,6 @@ class StudyRecord:
 
     def of_arm(self, arm: str) -> list[TrialRecord]:
         return [trial for trial in self.trials if trial.run["arm"] == arm]
-
-
-def frame(columns: Mapping[str, Any], schema: pa.Schema) -> pd.DataFrame:
-    """A frame with the record's dtypes (Int64, float64 with NaN, strings, lists), from lists with None for null."""
-    return _to_frame(pa.table({name: pa.array(columns[name], schema.field(name).type) for name in schema.names}))
-
-
-def empty_frame(schema: pa.Schema) -> pd.DataFrame:
-    return frame({name: [] for name in schema.names}, schema)
-
-
-def _to_frame(table: pa.Table) -> pd.DataFrame:
-    loaded: pd.DataFrame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
-    return loaded
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def encode(value: Any) -> Any:
-    """Plain JSON data: NaN becomes None, infinities "inf" and "-inf", numpy scalars and paths their plain kin."""
-    if value is None or isinstance(value, str | bool) or value is pd.NA:
-        return None if value is pd.NA else value
-    if isinstance(value, Mapping):
-        return {str(key): encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [encode(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        number = float(value)
-        if math.isnan(number):
-            return None
-        return ("inf" if number > 0 else "-inf") if math.isinf(number) else number
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # numpy arrays, and its bool, which is no Integral
-        return encode(value.tolist())
-    raise RecordError(f"a record cannot hold {type(value).__name__} {value!r}")
-
-
-def decode_numbers(value: Any) -> Any:
-    """Undo `encode` where every string "inf" is a number, as in metrics; not for configs, whose strings are strings."""
-    if isinstance(value, dict):
-        return {key: decode_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [decode_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and value in ("inf", "-inf") else value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Strict JSON through a temporary name: the file is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(encode(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """RecordError if it is missing, no strict JSON, no object, or of a newer schema version."""
-    try:
-        loaded = json.loads(path.read_text("utf-8"), parse_constant=_refuse_constant)
-    except FileNotFoundError:
-        raise RecordError(f"{path}: not found") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not readable as JSON ({_one_line(error)})") from error
-    if not isinstance(loaded, dict):
-        raise RecordError(f"{path}: holds {type(loaded).__name__}, not an object")
-    version = loaded.get("schema_version", SCHEMA_VERSION)
-    if type(version) is not int or version < 1:
-        raise RecordError(f"{path}: schema_version {version!r} is not a version number")
-    if version > SCHEMA_VERSION:
-        newer = f"schema_version {version} is newer than {SCHEMA_VERSION}, which this version reads"
-        raise NewerRecordError(f"{path}: {newer}")
-    return loaded
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not strict JSON")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-# --- one trial --------------------------------------------------------------------------------------------------------
 
 
 def validate_record(run: Mapping[str, Any], where: str = "run.json") -> None:
@@ -297,13 +178,13 @@ def write_trial(
         shutil.rmtree(stale, ignore_errors=True)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     temporary.mkdir()
-    for (name, schema), data in zip(_FRAMES.items(), (requests, steps, telemetry), strict=True):
+    for (name, schema), data in zip(FRAMES.items(), (requests, steps, telemetry), strict=True):
         path = temporary / f"{name}.parquet"
         try:
             table = pa.Table.from_pandas(empty_frame(schema) if data is None else data, schema, preserve_index=False)
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
             shutil.rmtree(temporary)
-            raise RecordError(f"{directory / path.name}: does not follow the schema ({_one_line(error)})") from error
+            raise RecordError(f"{directory / path.name}: does not follow the schema ({said(error)})") from error
         pq.write_table(table, path, compression="zstd")
     if trace is not None:
         (temporary / "trace.json.gz").write_bytes(trace)
@@ -340,49 +221,9 @@ def read_trial(directory: Path, tables: bool = True) -> TrialRecord:
     validate_record(run, str(path))
     run |= {name: decode_numbers(run[name]) for name in ("metrics", "limits", "window")}
     if tables:
-        for name, schema in _FRAMES.items():
-            _check_table(directory / f"{name}.parquet", schema)
+        for name, schema in FRAMES.items():
+            check_table(directory / f"{name}.parquet", schema)
     return TrialRecord(directory, run)
-
-
-def _check_table(path: Path, schema: pa.Schema) -> None:
-    """Its footer says whether it follows the schema; where not quite, the data must convert."""
-    with _parquet(path) as file:
-        as_written = file.schema_arrow.equals(schema)
-    if not as_written:
-        _read_table(path, schema)
-
-
-def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
-    with _parquet(path) as file:
-        there = set(file.schema_arrow.names)
-        missing = [name for name in wanted.names if name not in there]
-        required = [name for name in missing if name not in {**STEP_EXTRA_COLUMNS, **REQUEST_EXTRA_COLUMNS}]
-        if required:
-            raise RecordError(f"{path}: missing columns {', '.join(required)}")
-        names = [name for name in wanted.names if name in there]
-        # Of a small file this takes a third less than `file.read`.
-        table = file.read_row_groups(range(file.num_row_groups), names, use_threads=False)
-    for name in missing:
-        table = table.append_column(name, pa.nulls(len(table), wanted.field(name).type))
-    if table.schema.equals(wanted):
-        return table
-    try:
-        return table.select(wanted.names).cast(wanted)
-    except (pa.ArrowException, ValueError) as error:
-        raise RecordError(f"{path}: wrong column type ({_one_line(error)})") from error
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except FileNotFoundError:
-        raise RecordError(f"{path}: not found") from None
-    except (OSError, pa.ArrowException) as error:
-        raise RecordError(f"{path}: not readable as parquet ({_one_line(error)})") from error
 
 
 def read_run(run_dir: Path, tables: bool = True) -> StudyRecord:

@@ -35,7 +35,7 @@ _LOWER = frozenset(
 
 @dataclass(frozen=True)
 class Ratio:
-    """arm / reference. ``median`` None: nothing to compare; ``low``, ``high`` None: one pair shows no spread."""
+    """arm / reference. ``median`` None: not comparable, or no pair (n = 0); ``low``, ``high`` None: fewer than two."""
 
     median: float | None
     low: float | None
@@ -95,7 +95,7 @@ def order_statistic_rank(n: int, confidence: float) -> int:
 
 
 def verdict(metric: str, low: float | None, high: float | None) -> str:
-    """In the metric's good direction. ``low`` and ``high`` bound the ratio; None: one pair, which shows nothing."""
+    """In the metric's good direction. ``low`` and ``high`` bound the ratio; None: no interval, which shows nothing."""
     good = direction(metric)
     if low is None or high is None or good == 0 or low <= 1 <= high:
         return "no difference shown"
@@ -115,10 +115,16 @@ def ratio(
     comparable: bool = True,
     adaptive: bool = False,
 ) -> Ratio:
-    """The ratio of two arms' values by trial number. ``adaptive``: the study stops by its own interval."""
+    """The ratio of two arms' values by trial number. ``adaptive``: the study stops by its own interval.
+
+    comparable: whether machine, model and traffic are the same and no speed is emulated. Where they are and no pair is
+    left, nothing was shown: that is no verdict on the conditions.
+    """
     logs = paired_log_ratios(arm, reference)
-    if not comparable or not logs:
+    if not comparable:
         return Ratio(None, None, None, len(logs), "not comparable")
+    if not logs:
+        return Ratio(None, None, None, 0, verdict(metric, None, None))
     bounds = interval(logs, ADAPTIVE_CONFIDENCE if adaptive else CONFIDENCE)
     low, high = (None, None) if bounds is None else (_exp(bounds[0]), _exp(bounds[1]))
     return Ratio(math.exp(median(logs)), low, high, len(logs), verdict(metric, low, high))

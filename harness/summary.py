@@ -11,6 +11,7 @@ from typing import Any
 from harness.prefix_ceiling import prefix_context
 from harness.records import StudyRecord, TrialRecord, read_run, write_json
 from harness.statistics import ADAPTIVE_CONFIDENCE, CONFIDENCE, direction, ratio
+from harness.texts import number, percent, times
 
 # Metric -> trial number -> value.
 Values = dict[str, dict[int, float | None]]
@@ -145,7 +146,7 @@ def _medians(values: Values) -> dict[str, float | None]:
 
 
 def _ratios(arm: Values, reference: Values, pairable: bool, adaptive: bool) -> dict[str, dict[str, Any]]:
-    """Of every metric that has a good direction and a value in either arm."""
+    """Of every metric of ``arm`` that has a good direction, values or nulls; without a value on both sides n is 0."""
     return {
         name: dict(vars(ratio(name, arm[name], reference.get(name, {}), comparable=pairable, adaptive=adaptive)))
         for name in sorted(arm)
@@ -172,28 +173,20 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
             shown = [f"{entry['status']}: {'; '.join(entry['reasons'])}", *[""] * (len(columns) - 2)]
         else:
             shown = [
-                _number(metrics.get("output_tokens_per_s"), 1),
+                number(metrics.get("output_tokens_per_s"), 1),
                 "baseline" if arm == summary["baseline"] else _ratio_text(entry["ratios"]),
                 "" if entry["step_ratios"] is None else f"{_ratio_text(entry['step_ratios'])} vs {entry['versus']}",
                 _pair(metrics, "ttft_s", 1, 2),
                 _pair(metrics, "itl_s", 1000, 1),
-                _percent(metrics.get("slot_utilization")),
-                _percent(None if None in waste else math.fsum(waste)),
-                _percent(metrics.get("acceptance_rate")),
+                percent(metrics.get("slot_utilization")),
+                percent(None if None in waste else math.fsum(waste)),
+                percent(metrics.get("acceptance_rate")),
                 _megabytes(metrics.get("peak_memory_bytes")),
             ]
             if columns != TABLE_COLUMNS:
                 shown += [_prefix_hits(metrics), _tokens(metrics.get("kv_capacity_tokens"))]
         rows.append(dict(zip(columns, [arm, *shown], strict=True)))
     return rows
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else "inf" if math.isinf(value) else f"{value:,.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _megabytes(value: float | None) -> str:
@@ -205,18 +198,18 @@ def _tokens(value: float | None) -> str:
 
 
 def _prefix_hits(metrics: Mapping[str, float | None]) -> str:
-    return " / ".join(_percent(metrics.get(f"prefix_hit_rate_{of}")) for of in ("observed", "ceiling", "planned"))
+    return " / ".join(percent(metrics.get(f"prefix_hit_rate_{of}")) for of in ("observed", "ceiling", "planned"))
 
 
 def _pair(metrics: Mapping[str, float | None], name: str, scale: int, digits: int) -> str:
     values = [metrics.get(f"{name}.{part}") for part in ("p50", "p99")]
-    return " / ".join(_number(None if value is None else value * scale, digits) for value in values)
+    return " / ".join(number(None if value is None else value * scale, digits) for value in values)
 
 
 def _ratio_text(ratios: Mapping[str, Mapping[str, Any]]) -> str:
-    """`1.84x [1.71, 1.98]`; one pair has no interval."""
+    """`1.84x [1.71, 1.98]`; without a median why there is none, and `-` where that is for want of a pair."""
     entry = ratios.get("output_tokens_per_s")
-    if entry is None or entry["median"] is None:
-        return "not comparable"
-    interval = "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
-    return f"{entry['median']:.2f}x{interval}"
+    if entry is None:
+        return "-"
+    why_none = "not comparable" if entry["verdict"] == "not comparable" else "-"
+    return times(entry["median"], entry["low"], entry["high"], why_none)

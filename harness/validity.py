@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+
+from harness.distribution import nearest_rank
+
+if TYPE_CHECKING:  # it imports torch, which the report does without
+    from harness.limits import Peaks
 
 FEW_REQUESTS = 30
 FEW_FOR_P99 = 100
@@ -64,6 +69,21 @@ def warnings_of(
     return found
 
 
+def peak_warnings(metrics: Mapping[str, Any], peaks: Peaks | None) -> list[str]:
+    """A device cannot do more than its best: the peak is too low, or the work is overcounted."""
+    if peaks is None:
+        return []
+    held = (
+        ("MFU", metrics["mfu"], f"{(peaks.flops_per_s or 0) / 1e9:.4g} GFLOP/s"),
+        ("MBU", metrics["mbu"], f"{(peaks.bytes_per_s or 0) / 1e9:.4g} GB/s"),
+    )
+    return [
+        f"{name} above 1: {share:.2f} of the {peaks.source} peak of {peak}, which is lower than what this arm reached"
+        for name, share, peak in held
+        if share is not None and share > 1
+    ]
+
+
 def _steadiness(requests: pd.DataFrame, window: Mapping[str, Any]) -> list[str]:
     start, end = window["start_s"], window["end_s"]
     if end <= start:
@@ -96,7 +116,7 @@ def client_lag(requests: pd.DataFrame, steps: pd.DataFrame) -> float:
         running = np.searchsorted(starts, intended, side="right") - 1
         possible = np.maximum(intended, np.where(running >= 0, ends[running], -math.inf))
     lags = np.sort(requests["submitted_s"].to_numpy(float) - possible)
-    return float(lags[-(-99 * len(lags) // 100) - 1]) if len(lags) else 0.0
+    return nearest_rank(lags, 99) if len(lags) else 0.0
 
 
 def busy_host(before_percent: float, telemetry: pd.DataFrame, window: Mapping[str, Any], cpus: int) -> list[str]:

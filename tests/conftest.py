@@ -24,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(2)  # small tensors: more threads only slow a large machine down
 
 
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may come without xdist (scripts/gpu_check.sh)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Several workers for the whole suite; none for a file or folder that is named, be it a benchmark."""
     return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else min(4, os.cpu_count() or 1)

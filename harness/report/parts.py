@@ -7,7 +7,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from harness import texts
 
 MISSING = "\u2013"
 LEGEND_ABOVE = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"}
@@ -76,28 +79,14 @@ def floats(values: Iterable[Any], digits: int = 5) -> list[float | None]:
 # --- texts of numbers -------------------------------------------------------------------------------------------------
 
 
-def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
-    if value is None or math.isnan(value):
-        return MISSING
-    return ("inf" if value > 0 else "-inf") if math.isinf(value) else f"{value * scale:,.{digits}f}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    shown = number(value, digits, 100)
-    return shown if shown in (MISSING, "inf", "-inf") else f"{shown} %"
+number = partial(texts.number, missing=MISSING)
+percent = partial(texts.percent, missing=MISSING)
+times = partial(texts.times, missing=MISSING)
 
 
 def fixed(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
     """`number` with these digits and this scale."""
     return lambda value: number(value, digits, scale)
-
-
-def times(median: float | None, low: float | None, high: float | None) -> str:
-    """`1.84x [1.71, 1.98]`; one pair has no interval."""
-    if median is None:
-        return MISSING
-    bounds = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return f"{median:.2f}x{bounds}"
 
 
 def byte_size(value: float | None) -> str:

@@ -21,6 +21,7 @@ from harness.arm import resolve_study
 from harness.block import run_block
 from harness.compose import compose_arm
 from harness.drive import RealClock, drive
+from harness.observe import LEAD_S
 from harness.records import TrialRecord, read_trial
 from harness.run_dir import pending_blocks, read_plan
 from harness.trial_record import judge, unnatural_prompts
@@ -101,10 +102,16 @@ def test_47_every_shape_has_run_before_the_window_opens(watched: dict[str, Any])
 def test_32_and_38_telemetry_and_steps_are_on_one_clock_that_starts_at_the_window(watched: dict[str, Any]) -> None:
     record = watched["record"]
     sampled, window = record.telemetry["t_s"], record.run["window"]
-    assert 0 <= sampled.min() < 0.5  # no sample of the warm-up, none in seconds since the epoch
-    assert sampled.min() <= record.steps["start_s"].min() + 0.05
+    assert -LEAD_S <= sampled.min() < 0.5  # no sample of the warm-up, none in seconds since the epoch
+    assert sampled.min() <= record.steps["start_s"].min()
     assert record.steps["end_s"].max() <= sampled.max() < record.steps["end_s"].max() + 0.5
     assert 0 <= window["start_s"] < window["end_s"] <= sampled.max()
+
+
+def test_a_sequence_gains_one_token_a_step_without_drafts(watched: dict[str, Any]) -> None:
+    record = watched["record"]
+    assert record.run["metrics"]["tokens_per_step"] == 1.0
+    assert record.steps["emitted_tokens"].sum() == record.requests["output_tokens"].sum() == 8 * 12
 
 
 def test_28_output_is_as_long_as_was_asked_where_the_end_of_sequence_is_ignored() -> None:
@@ -201,6 +208,9 @@ def test_44_a_trial_says_so_in_its_record(tmp_path: Path) -> None:
     _, record = trial_of(tmp_path, "decoding=speculative", "workload.sampling.ignore_eos=true")
     warnings = [w.partition(":")[0] for w in record.run["validity"]]
     assert "unnatural prompts" in warnings and "repetitive output" in warnings
+    emitted, rows = (int(record.steps[name].sum()) for name in ("emitted_tokens", "kept_rows"))
+    assert emitted == record.requests["output_tokens"].sum() and record.steps["accepted_tokens"].sum() > 0
+    assert record.run["metrics"]["tokens_per_step"] == emitted / rows > 1
 
 
 def test_a_full_swap_space_is_told(tmp_path: Path) -> None:

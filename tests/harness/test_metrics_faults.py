@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.metrics import Window, compute_metrics, distribution, emission_gaps, energy_joules, nearest_rank
+from harness.distribution import distribution, nearest_rank
+from harness.metrics import Window, compute_metrics, emission_gaps, energy_joules
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, empty_frame, frame
 from harness.validity import client_lag
 
@@ -134,6 +135,16 @@ def test_f2_f3_29_and_36_failures_are_inf_so_losing_slow_requests_helps_nobody(r
         assert before[name]["p99"] == pytest.approx(9.9) and after[name]["p99"] == inf
         assert after[name]["p90"] == pytest.approx(9.0) and after[name]["n"] == 100
         assert math.isfinite(after[name]["mean"])
+
+
+def test_means_of_waits_and_gaps_too_are_of_finished_requests() -> None:
+    """A request that failed after a long wait and between long gaps is in their percentiles, not in their means."""
+    done, lost = row(0.0, [1.0, 2.0, 3.0], [1, 1, 1]), row(0.0, [9.0, 19.0], [1, 1], "error")
+    _, metrics, _ = measured(requests_of(done, lost))
+    expected = {"queueing_s": (1.0, 9.0, 2), "itl_s": (1.0, 10.0, 3), "inter_emission_s": (1.0, 10.0, 3)}
+    assert {name: tuple(metrics[name][part] for part in ("mean", "max", "n")) for name in expected} == expected
+    _, metrics, _ = measured(requests_of(lost))
+    assert [metrics[name]["mean"] for name in expected] == [None] * 3 and metrics["itl_s"]["p50"] == 10.0
 
 
 def test_30_tokens_of_unfinished_requests_count_by_their_time() -> None:

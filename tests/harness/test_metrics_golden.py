@@ -112,8 +112,15 @@ def test_kv_parts_of_each_step(burst: dict[str, Any]) -> None:
     assert steps["kv_reserved_ahead_tokens"].tolist() == [3, 1, 0, 0]  # a writes 4 + 3 - 1 positions, b 2 + 2 - 1
     assert steps["kv_internal_tokens"].tolist() == [23, 23, 26, 13]  # the dead row's 16 are all internal
     assert steps["kv_unusable_tokens"].tolist() == [8, 8, 8, 0]  # 8 free positions are no slot; nobody waits at the end
-    assert steps["kept_rows"].tolist() == [2, 2, 1, 1]
+    assert steps["kept_rows"].tolist() == steps["emitted_tokens"].tolist() == [2, 2, 1, 1]
     assert steps["query_rows"].tolist() == [6, 2, 2, 3]
+
+
+def test_tokens_per_step_is_null_where_a_record_does_not_say_what_its_steps_emitted() -> None:
+    recorder = play(*contiguous_burst())
+    older = recorder.steps().assign(emitted_tokens=pd.array([None] * 4, dtype="Int64"))
+    _, metrics, _ = compute_metrics(recorder.requests(), older, NO_TELEMETRY, window_rule="burst")
+    assert metrics["tokens_per_step"] is None and metrics["output_tokens"] == 6
 
 
 def test_slot_utilization_is_null_without_slots() -> None:
@@ -157,7 +164,7 @@ def mixture() -> dict[str, Any]:
         ("n_failed", 1),
         ("n_rejected", 1),
         ("steps", 2),
-        ("tokens_per_step", 4.0),  # 12 tokens in the window, by 3 sequences in its steps
+        ("tokens_per_step", 7 / 3),  # of x 4 and 2, of y 1: what came with no step counts on neither side
         ("acceptance_rate", 0.5),  # 3 + 1 of 8; the third step begins after the window
         ("prefix_hit_rate_planned", 1 / 8),  # of x, y and u
         ("kv_utilization", None),  # this target shows no cache

@@ -83,7 +83,23 @@ def test_held_back_tokens_arrive_once_but_count_where_they_were_made() -> None:
     rows = recorder.requests().set_index("request_id")
     assert rows.loc["a", "emission_times_s"].tolist() == [3.0] and rows.loc["a", "emission_tokens"].tolist() == [3]
     assert rows.loc["a", "output_token_ids"].tolist() == [1, 2, 3]
-    assert recorder.steps()["kept_rows"].tolist() == [2, 1, 1]
+    assert recorder.steps()["kept_rows"].tolist() == recorder.steps()["emitted_tokens"].tolist() == [2, 1, 1]
+
+
+def test_a_step_emitted_what_its_sequences_kept_and_nothing_else_counts() -> None:
+    """A stop token that is an accepted draft ends it: 3 accepted, 3 emitted, no bonus; (rows + accepted) would be 4."""
+    recorder = Recorder()
+    for name in ("a", "b"):
+        recorder.submitted(request(name, 2, 9), 0.0)
+    first = StepStats(0.0, 1.0, scheduled=["a", "b"])
+    recorder.step(StepResult([Emission("a", (1,), 1.0), Emission("b", (1,), 1.0)], first))
+    drafting = StepStats(1.0, 2.0, scheduled=["a", "b"], draft_tokens=8, accepted_tokens=4)
+    drafting.drafted = {"a": (4, 3), "b": (4, 1)}
+    recorder.step(StepResult([Emission("a", (5, 6, 0), 2.0, "stop"), Emission("b", (5, 6), 2.0)], drafting))
+    recorder.step(StepResult([Emission("b", (7, 8), 2.5)]))  # with no step of ours
+    recorder.step(StepResult([Emission("b", (), 3.0, "error")], StepStats(2.0, 3.0, scheduled=["b"])))
+    steps = recorder.steps()
+    assert steps["kept_rows"].tolist() == [2, 2, 0] and steps["emitted_tokens"].tolist() == [2, 5, 0]
 
 
 def test_kv_parts_by_hand() -> None:

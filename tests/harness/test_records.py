@@ -324,13 +324,13 @@ def test_a_table_is_read_once_and_only_when_it_is_used(
 ) -> None:
     write_trial(tmp_path / "0", run_json(), *frames)
     read: list[str] = []
-    read_table = records._read_table
+    read_table = records.read_table
 
     def counting(path: Path, *rest: Any) -> Any:
         read.append(path.stem)
         return read_table(path, *rest)
 
-    monkeypatch.setattr(records, "_read_table", counting)
+    monkeypatch.setattr(records, "read_table", counting)
     trial = read_trial(tmp_path / "0")
     assert trial.num_steps == len(frames[1]) > 0 and read == []
     assert trial.steps is trial.steps and read == ["steps"]

@@ -15,6 +15,7 @@ from harness.statistics import (
     ADAPTIVE_CONFIDENCE,
     CONFIDENCE,
     T_QUANTILES,
+    Ratio,
     direction,
     interval,
     order_statistic_rank,
@@ -98,9 +99,13 @@ def test_pairs_with_null_zero_or_inf_are_left_out_and_n_counts_the_rest() -> Non
     assert ratio(TOKENS, arm, reference).n == 2
 
 
-def test_nothing_to_compare_is_not_comparable() -> None:
-    for found in (ratio(TOKENS, {0: None}, {0: 1.0}), ratio(TOKENS, {0: 2.0}, {0: 1.0}, comparable=False)):
-        assert (found.median, found.low, found.high, found.verdict) == (None, None, None, "not comparable")
+def test_without_a_pair_nothing_was_shown_which_does_not_say_that_the_arms_are_not_comparable() -> None:
+    nothing = [({0: None}, {0: 1.0}), ({0: 0.0}, {0: 0.0}), ({0: 1.0}, {1: 1.0}), ({}, {})]
+    found = [ratio(TOKENS, arm, reference) for arm, reference in nothing]
+    assert found == [Ratio(None, None, None, 0, "no difference shown")] * len(nothing)
+    other = ratio(TOKENS, {0: 2.0}, {0: 1.0}, comparable=False)
+    assert other == Ratio(None, None, None, 1, "not comparable")
+    assert ratio(TOKENS, {0: None}, {0: 1.0}, comparable=False).verdict == "not comparable"
 
 
 @pytest.mark.parametrize(

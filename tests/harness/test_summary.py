@@ -102,7 +102,7 @@ def test_ratios_are_paired_by_trial(run_dir: Path) -> None:
     assert paged["ratios"]["ttft_s.p50"]["verdict"] == "no difference shown"
     assert paged["ratios"]["ttft_s.p99"] == {
         **dict.fromkeys(("median", "low", "high")),
-        **{"n": 0, "verdict": "not comparable"},  # inf leaves no pair
+        **{"n": 0, "verdict": "no difference shown"},  # inf leaves no pair
     }
     assert not {"ttft_s.n", "equivalence"} & set(paged["ratios"])
 
@@ -154,7 +154,7 @@ def test_the_same_records_give_the_same_bytes(run_dir: Path) -> None:
 
 def test_it_reads_no_table_and_takes_records_that_are_read(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = summarize(run_dir)
-    monkeypatch.delattr(records, "_read_table")
+    monkeypatch.delattr(records, "read_table")
     study = read_run(run_dir)
     for path in run_dir.glob("*/*/run.json"):
         path.unlink()
@@ -214,6 +214,16 @@ def test_the_table(run_dir: Path) -> None:
     assert rows["llama"]["output tok/s"] == "not_run: needs 810 GB, has 141 GB"
 
 
+def test_the_table_tells_no_pair_from_no_comparison(tmp_path: Path) -> None:
+    write_json(tmp_path / "study.json", {"arms": {"first": {}, "idle": {}, "other": {}, "later": {}}})
+    record(tmp_path, "first", 0, 10.0)
+    record(tmp_path, "idle", 0, 0.0)  # not one token: no ratio
+    record(tmp_path, "other", 0, 20.0, emulated=["fp8"])
+    record(tmp_path, "later", 1, 20.0)  # no trial of the baseline's number
+    rows = {row["arm"]: row["vs baseline"] for row in table_rows(summarize(tmp_path))}
+    assert rows == {"first": "baseline", "idle": "-", "other": "not comparable", "later": "-"}
+
+
 def test_what_an_inline_trial_cannot_know_of_itself_is_missing_everywhere(tmp_path: Path) -> None:
     """`isolation=inline`: start-up and peak memory would be the parent's, so they are null: never 0, never a figure."""
     known = {"startup_s": 5.0, "peak_memory_bytes": 512e6}
@@ -225,7 +235,7 @@ def test_what_an_inline_trial_cannot_know_of_itself_is_missing_everywhere(tmp_pa
     summary = summarize(tmp_path)
     inline = summary["arms"]["inline"]
     assert {name: inline["metrics"][name] for name in known} == unknown
-    missing = {**dict.fromkeys(("median", "low", "high")), "n": 0, "verdict": "not comparable"}
+    missing = {**dict.fromkeys(("median", "low", "high")), "n": 0, "verdict": "no difference shown"}
     assert [inline["ratios"][name] for name in known] == [missing, missing]
     assert inline["ratios"]["output_tokens_per_s"]["median"] == pytest.approx(2.0)
     assert [row["peak memory"] for row in table_rows(summary)] == ["512 MB", "-"]

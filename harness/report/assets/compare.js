@@ -62,7 +62,9 @@
   function ratio(quantity, arm, reference) {
     const [comparable, found] = pairs(quantity, arm, reference);
     const logs = found.filter(([ours, theirs]) => ours > 0 && theirs > 0).map(([ours, theirs]) => Math.log(ours) - Math.log(theirs));
-    if (!comparable || !logs.length) return { median: null, low: null, high: null, n: logs.length, verdict: "not comparable" };
+    const none = { median: null, low: null, high: null, n: logs.length };
+    if (!comparable) return { ...none, verdict: "not comparable" };
+    if (!logs.length) return { ...none, verdict: verdict(quantity, null, null) };
     const [low, high] = interval(logs)?.map(Math.exp) ?? [null, null];
     return { median: Math.exp(median(logs)), low, high, n: logs.length, verdict: verdict(quantity, low, high) };
   }

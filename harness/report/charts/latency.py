@@ -1,11 +1,11 @@
-"""Distributions of the time to the first token and between tokens, request by request."""
+"""Distributions of the time to the first token, between tokens and to the last one, request by request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from harness.metrics import PERCENTILES
+from harness.distribution import PERCENTILES
 from harness.report.data import Arm, Report
 from harness.report.parts import LEGEND_ABOVE, Chart, Table, fixed, floats, label, text_cell
 
@@ -24,6 +24,7 @@ class Latency:
 
 TTFT = Latency("ttft", "ttft_s", "Time to first token, from the intended arrival", "s", 1.0, "requests")
 ITL = Latency("itl", "itl_s", "Inter-token latency", "ms", 1e3, "gaps")
+E2E = Latency("e2e", "e2e_s", "End-to-end latency, from the intended arrival to the last token", "s", 1.0, "requests")
 
 
 def chart(report: Report, what: Latency) -> Chart:
