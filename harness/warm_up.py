@@ -6,7 +6,9 @@ import collections
 import os
 import sys
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -44,12 +46,7 @@ def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) ->
     collections.deque(steps, maxlen=0)
     engine.executor.warm_up(engine.scheduler.max_num_seqs)
     collections.deque(run_steps(engine, requests, tick), maxlen=0)
-    costs = None
-    if engine.proposer is not None and engine.decoder.uses_proposer:
-        costs = decode_costs(engine, requests, tick)
-        known = known_costs(costs, engine.proposer.num_draft_tokens)
-        if known.step_s and known.draft_s:
-            engine.decoder.calibrate(known)
+    costs = _calibrate(engine, requests, tick)
     engine.kv.reset_prefixes()  # a trial starts cold
     return WarmUp(startup_s, costs)
 
@@ -69,7 +66,8 @@ def warm_up_foreign(
 
 
 def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
-    """As `warm_up`, of all workers at once: as many requests as may run in all of them, past every hand-over."""
+    """As `warm_up`, of all workers at once: as many requests as may run in all of them, past every hand-over. Costs are
+    those of the last worker, which decodes in every topology."""
     limits = target.call(_limits)
     requests = _requests(stream, sum(most for most, _ in limits), min(length for _, length in limits))
     results = run_to_end(target, requests[:1], tick)
@@ -80,8 +78,9 @@ def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda
     collections.deque(results, maxlen=0)
     target.call(_warm_up_shapes)
     collections.deque(run_to_end(target, requests, tick), maxlen=0)
+    costs = target.call(partial(_calibrate, requests=requests))
     target.call(_forget_prefixes)
-    return WarmUp(startup_s, None)
+    return WarmUp(startup_s, costs[-1])
 
 
 def _limits(engine: Engine) -> tuple[int, int]:
@@ -90,6 +89,17 @@ def _limits(engine: Engine) -> tuple[int, int]:
 
 def _warm_up_shapes(engine: Engine) -> None:
     engine.executor.warm_up(engine.scheduler.max_num_seqs)
+
+
+def _calibrate(engine: Engine, requests: Seq[Request], tick: Tick = lambda: None) -> list[Record] | None:
+    """What decoding costs, where it verifies drafts; a decoder that adapts is told."""
+    if engine.proposer is None or not engine.decoder.uses_proposer:
+        return None
+    costs = decode_costs(engine, requests[: engine.scheduler.max_num_seqs], tick)
+    known = known_costs(costs, engine.proposer.num_draft_tokens)
+    if known.step_s and known.draft_s:
+        engine.decoder.calibrate(known)
+    return costs
 
 
 def _forget_prefixes(engine: Engine) -> None:

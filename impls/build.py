@@ -144,7 +144,7 @@ class WorkerBuilder:
         return KVStorage.bytes_needed(*self._storage_shape(config))
 
     def storage(self, config: Mapping[str, Any], memory: Tensor) -> KVStorage:
-        return KVStorage(*self._storage_shape(config), torch.device("cpu"), memory)
+        return KVStorage(*self._storage_shape(config), memory.device, memory)
 
     def engine(self, config: Mapping[str, Any], clock: Clock, memory: Tensor | None) -> Engine:
         return build_engine(config, open_model(config["model"]), clock, memory)

@@ -64,6 +64,6 @@ class WorkersUnderTest(SystemUnderTest):
 
     def notes(self, requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
         found = super().notes(requests, steps)
-        if self.config["device"]["name"] == "cpu" and requests["kv_transfer_bytes"].notna().any():
-            found.append("shared memory bandwidth: keys and values pass between processes of one host, over no network")
+        if (route := self._workers.transfer_route) and requests["kv_transfer_bytes"].notna().any():
+            found.append(f"{route}: keys and values pass between processes of one host, over no network")
         return found

@@ -116,9 +116,7 @@ class KVStorage:
     def import_(self, blocks: Seq[int], data: Tensor) -> None:
         """Write what `export` gave (of this or of another storage) to these blocks, in the order given."""
         head_dim = self._rows[0].shape[-1]
-        width = head_dim + (KV_SCALE_BYTES if self._scaled else 0)
-        shape = (self.num_layers, 2, len(blocks), self.block_size, self._rows[0].shape[1], width)
-        if data.shape != shape or data.dtype != self.dtype:
+        if data.shape != self._shape(len(blocks)) or data.dtype != self.dtype:
             raise ValueError(f"{data.dtype} {tuple(data.shape)} does not fit {len(blocks)} blocks of this storage")
         index = self._index(blocks)
         for layer, pair in enumerate(zip(self._k, self._v, strict=True)):
@@ -131,9 +129,18 @@ class KVStorage:
                 values.view(torch.uint8)[index] = each[..., :head_dim]
                 scales[index] = each[..., head_dim:].contiguous().view(SCALE_DTYPE).squeeze(-1)
 
+    def empty(self, num_blocks: int) -> Tensor:
+        """Unfilled memory for what `export` gives of so many blocks."""
+        return torch.empty(self._shape(num_blocks), dtype=self.dtype, device=self._rows[0].device)
+
     def num_bytes(self) -> int:
         """Bytes reserved for all layers."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self._rows, *self._scales))
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        num_kv_heads, head_dim = self._rows[0].shape[1:]
+        width = head_dim + (KV_SCALE_BYTES if self._scaled else 0)
+        return (self.num_layers, 2, num_blocks, self.block_size, num_kv_heads, width)
 
     def _index(self, blocks: Seq[int]) -> Tensor:
         if not all(0 <= block < self.num_blocks for block in blocks):

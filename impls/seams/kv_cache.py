@@ -157,6 +157,9 @@ class BlockStorage(Protocol):
 
     def import_(self, blocks: Seq[int], data: Tensor) -> None: ...
 
+    def empty(self, num_blocks: int) -> Tensor:
+        """Unfilled memory for what `export` gives of so many blocks."""
+
 
 # Writes a sequence's keys and values to these blocks of the storage; bytes copied.
 Fetch = Callable[[BlockStorage, Seq[int]], int]

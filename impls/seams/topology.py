@@ -75,6 +75,11 @@ class Topology(ABC):
         """Do all workers do the same work, so that their rows can be counted together?"""
 
     @property
+    def transfer_route(self) -> str | None:
+        """Whose bandwidth it is at which keys and values pass between workers; None where none pass."""
+        return None
+
+    @property
     @abstractmethod
     def pids(self) -> list[int]:
         """The processes of the workers that are alive, as far as is known."""

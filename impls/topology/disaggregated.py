@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from impls.request import Request
 from impls.seams import Arm, Clock, EngineBuilder, never_runs
 from impls.seams.topology import Config
+from impls.topology.distributed import DistributedTransfer
 from impls.topology.options import count_reasons, shown_late, worker_config
+from impls.topology.shared_memory import SharedMemoryTransfer
+from impls.topology.transfer import KVTransfer
 from impls.topology.workers import WorkerGroup
 
 ROLES = ("prefill", "decode")
+TRANSFERS: dict[str, type[KVTransfer]] = {"shared_memory": SharedMemoryTransfer, "distributed": DistributedTransfer}
 
 
 class Disaggregated(WorkerGroup):
@@ -20,7 +25,7 @@ class Disaggregated(WorkerGroup):
 
     prefill, decode: ``workers``; ``threads`` of each (None: the device's); ``batching``, an option of that group (None:
     the arm's); ``max_num_seqs`` in its place; for prefill ``kv_share``, the part of the KV budget that its workers
-    divide, the decode workers have the rest.
+    divide, the decode workers have the rest. transfer: one of `TRANSFERS`; transfer_timeout_s: its time-out.
 
     A prompt's blocks stay with the prefill worker until the decode worker that was chosen has admitted the sequence, by
     its own policy and as its own pool allows, and has copied them. So a full decode pool is felt where requests come
@@ -33,6 +38,8 @@ class Disaggregated(WorkerGroup):
         *,
         prefill: Mapping[str, Any],
         decode: Mapping[str, Any],
+        transfer: str,
+        transfer_timeout_s: float,
         arm: Config,
         builder: EngineBuilder,
         clock: Clock,
@@ -42,7 +49,9 @@ class Disaggregated(WorkerGroup):
         entries, decoders = ([name for name in configs if name.startswith(role)] for role in ROLES)
         self._decode_cache = builder.cache(configs[decoders[0]])
         self._max_model_len = max_model_len
-        super().__init__(configs, entries=entries, decoders=decoders, builder=builder, clock=clock)
+        self._route = TRANSFERS[transfer].route(str(arm["device"]["name"]))
+        made = TRANSFERS[transfer]({name: configs[name] for name in entries}, decoders, builder, transfer_timeout_s)
+        super().__init__(configs, entries=entries, decoders=decoders, transfer=made, builder=builder, clock=clock)
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -58,8 +67,14 @@ class Disaggregated(WorkerGroup):
                 "batching=static computes every sequence of a batch from its first position on: a decode worker needs "
                 "a policy that goes on with what was computed (topology.decode.batching=continuous)"
             )
-        if arm.device != "cpu":
-            reasons.append(f"device={arm.device}: keys and values are handed over in host memory, so far only on a CPU")
+        if (transfer := str(options["transfer"])) not in TRANSFERS:
+            reasons.append(f"topology.transfer={transfer}: must be one of {', '.join(TRANSFERS)}")
+        timeout_s = options["transfer_timeout_s"]
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            reasons.append(f"topology.transfer_timeout_s={timeout_s}: must be a number of seconds above 0")
+        if not reasons:
+            workers = sum(int(options[role]["workers"]) for role in ROLES)
+            reasons += TRANSFERS[transfer].unsupported(arm.device, workers)
         return reasons
 
     @classmethod
@@ -78,6 +93,10 @@ class Disaggregated(WorkerGroup):
                     max_num_seqs=chosen["max_num_seqs"],
                 )
         return configs
+
+    @property
+    def transfer_route(self) -> str | None:
+        return self._route
 
     def never_runs(self, request: Request) -> str | None:
         """The prefill worker knows only of the first token: who is too long for the others is told so at once."""

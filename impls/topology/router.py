@@ -82,7 +82,7 @@ class Router:
             self._pass_on(worker, handed, now_s)
 
     def died(self, worker: str, reason: str, now_s: float) -> None:
-        """Its requests fail. What it had handed over goes on: the memory that holds it outlives the process."""
+        """Its requests fail. What it had handed over goes on, or fails where it was to: that is up to the transfer."""
         self.deaths[worker] = reason
         for group in (self._entries, self._decoders):
             if worker in group:

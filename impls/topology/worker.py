@@ -7,19 +7,17 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from impls.request import Request, Sequence
-from impls.seams import BlockStorage, Clock, EngineBuilder, KVReservation, StepResult, StepStats
+from impls.seams import BlockStorage, Clock, Emission, EngineBuilder, KVReservation, StepResult, StepStats
 from impls.seams.topology import Config
 from impls.topology.messages import Answer, Call, Drop, Failed, HandOver, Order, Resume, Stepped, Submit
+from impls.topology.transfer import KVTransfer, TransferError
 
 
 class FollowedClock:
@@ -41,17 +39,13 @@ class FollowedClock:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker is to be. ``pools``: the shared memory in which prefill workers keep their keys and values, by
-    their names; a worker whose own name is among them hands over, another one takes from them. ``pool_configs``: of
-    the workers whose pools they are.
-    """
+    """What a worker is to be. ``transfer``: how it hands over, or takes, keys and values; None: it does neither."""
 
     name: str
     config: Config
     builder: EngineBuilder
     clock: Clock
-    pools: Mapping[str, Any]
-    pool_configs: Mapping[str, Config]
+    transfer: KVTransfer | None
 
 
 def run_worker(plan: WorkerPlan, connection: Connection) -> None:
@@ -91,17 +85,15 @@ class Worker:
 
     def __init__(self, plan: WorkerPlan) -> None:
         self.clock = FollowedClock(plan.clock)
-        memory = {name: torch.frombuffer(pool, dtype=torch.uint8) for name, pool in plan.pools.items()}
-        own: Tensor | None = memory.pop(plan.name, None)
-        self.engine = plan.builder.engine(plan.config, self.clock, own)
-        self._hands_over = own is not None
-        self._remote: dict[str, BlockStorage] = {}
-        if not self._hands_over:
-            self._remote = {n: plan.builder.storage(plan.pool_configs[n], seen) for n, seen in memory.items()}
+        self._transfer = plan.transfer
+        memory = None if plan.transfer is None else plan.transfer.open(plan.name)
+        self.engine = plan.builder.engine(plan.config, self.clock, memory)
+        self._hands_over = memory is not None
         self._name = plan.name
         self._requests: dict[str, Request] = {}  # those that are to be handed over, whole
         self._ready: list[tuple[str, tuple[int, ...]]] = []  # held in this step: request, blocks
         self._transfers: dict[str, tuple[int, float]] = {}  # taken in this step: request -> bytes, seconds
+        self._lost: dict[str, str] = {}  # not to be had in this step: request -> reason
         self._can_run = False
         if self._hands_over:
             self.engine.before_finish = self._hold
@@ -151,14 +143,18 @@ class Worker:
     def _resume(self, order: Resume) -> None:
         prompt = order.request.prompt_token_ids
         sequence = Sequence(order.request, [*prompt, *order.token_ids], num_computed_tokens=len(prompt))
-        source = self._remote[order.source]
+        request_id, transfer = order.request.request_id, self._transfer
+        assert transfer is not None
 
         def fetch(storage: BlockStorage, blocks: Seq[int]) -> int:
             start = self.clock.now()
-            data = source.export(order.blocks)
-            storage.import_(blocks, data)
-            self._transfers[order.request.request_id] = (data.nbytes, self.clock.now() - start)
-            return data.nbytes
+            try:
+                size = transfer.fetch(order.source, order.blocks, storage, blocks)
+            except TransferError as error:  # the step goes on: the rows of others are in it
+                self._lost[request_id] = f"keys and values could not be had from worker {order.source}: {error}"
+                return 0
+            self._transfers[request_id] = (size, self.clock.now() - start)
+            return 0  # nothing was swapped in: it came from a worker
 
         self.engine.resume(sequence, fetch)
 
@@ -172,8 +168,11 @@ class Worker:
         ready, self._ready = dict(self._ready), []
         transfers, self._transfers = self._transfers, {}
         handed = []
-        emissions = []
+        emissions = self._fail_lost()
+        lost = {emission.request_id for emission in emissions}
         for emission in result.emissions:
+            if emission.request_id in lost:  # made of what its blocks held before
+                continue
             if emission.request_id in ready:
                 handed.append(HandOver(emission.request_id, emission.token_ids, ready[emission.request_id]))
                 emission = replace(emission, finish_reason=None)
@@ -184,12 +183,21 @@ class Worker:
             self._complete(result.stats, transfers)
         return Stepped(StepResult(emissions, result.stats), tuple(handed), tuple(transfers))
 
+    def _fail_lost(self) -> list[Emission]:
+        """The ends of requests that were to go on with keys and values that did not come."""
+        lost, self._lost = self._lost, {}
+        for request_id in lost:
+            self.engine.abort(request_id)
+        if lost:
+            self.engine.kv.reset_prefixes()  # their blocks may be known by the tokens that they do not hold
+        now = self.clock.now()
+        return [Emission(request_id, (), now, "error", reason) for request_id, reason in lost.items()]
+
     def _complete(self, stats: StepStats, transfers: dict[str, tuple[int, float]]) -> None:
         """What only this side knows of the step."""
         stats.worker = self._name
         stats.slot_request_ids = []  # every worker numbers its rows from 0: side by side they would be taken for one's
         stats.transfers = transfers
-        stats.swapped_in_bytes -= sum(size for size, _ in transfers.values())  # they came from a worker, not from here
         if self._hands_over:
             stats.prefill_only = True
             kv = self.engine.kv

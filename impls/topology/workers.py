@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import multiprocessing
 import signal
@@ -19,6 +18,7 @@ from impls.seams import Clock, EngineBuilder, StepResult
 from impls.seams.topology import Config, Topology
 from impls.topology.messages import Answer, Call, Failed, Order, Stepped
 from impls.topology.router import Router
+from impls.topology.transfer import KVTransfer
 from impls.topology.worker import WorkerPlan, run_worker
 
 ENDING_S = 5.0  # for a worker whose connection has been closed to be gone
@@ -37,9 +37,8 @@ def _context(clock: Clock) -> ForkServerContext | SpawnContext:
 class WorkerGroup(Topology):
     """Workers with these configs (by name), and the router that speaks for them.
 
-    ``entries`` begin requests, ``decoders`` go on with them (`Router`); with decoders the entries keep their keys and
-    values in shared memory that has no name: nothing is left of it when the last process that sees it has ended.
-    Workers hear nothing from each other: all orders and reports pass here, while `step` or `call` runs.
+    ``entries`` begin requests, ``decoders`` go on with them (`Router`), by ``transfer`` of keys and values. Nothing
+    else passes between workers: all orders and reports come by here, while `step` or `call` runs.
     RuntimeError if a worker cannot be built, in the words of what it raised.
     """
 
@@ -49,6 +48,7 @@ class WorkerGroup(Topology):
         *,
         entries: Seq[str],
         decoders: Seq[str] = (),
+        transfer: KVTransfer | None = None,
         builder: EngineBuilder,
         clock: Clock,
     ) -> None:
@@ -59,14 +59,12 @@ class WorkerGroup(Topology):
         self._answers: dict[str, Answer] = {}
         self._connections: dict[str, Connection] = {}
         self._processes: dict[str, BaseProcess] = {}
+        self._transfer = transfer  # as long as they live
         context = _context(clock)
-        sharing = {name: configs[name] for name in entries} if decoders else {}
-        pools = {n: context.RawArray(ctypes.c_ubyte, builder.storage_bytes(config)) for n, config in sharing.items()}
         try:
             for name, config in configs.items():
-                seen = {name: pools[name]} if name in pools else pools
                 ours, theirs = context.Pipe()
-                plan = WorkerPlan(name, config, builder, clock, seen, sharing)
+                plan = WorkerPlan(name, config, builder, clock, transfer)
                 process = context.Process(target=run_worker, args=(plan, theirs), name=name, daemon=True)
                 self._processes[name], self._connections[name] = process, ours
                 with theirs:
@@ -117,6 +115,7 @@ class WorkerGroup(Topology):
                 process.kill()
                 process.join()
         self._processes.clear()
+        self._transfer = None
 
     # --- beside requests ----------------------------------------------------------------------------------------------
 

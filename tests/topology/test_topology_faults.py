@@ -29,7 +29,11 @@ PAIR = "topology=disaggregated"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(PAIR,), ("topology=replicas",)], ids=["pair", "replicas"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(PAIR,), (PAIR, "topology.transfer=distributed"), ("topology=replicas",)],
+    ids=["shared memory", "distributed", "replicas"],
+)
 def test_all_workers_killed_at_once_fail_every_request_by_name(overrides: tuple[str, ...]) -> None:
     before = shared_memory()
     target = target_of(config_of(*overrides))
@@ -55,9 +59,11 @@ def test_all_workers_killed_at_once_fail_every_request_by_name(overrides: tuple[
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer", ["shared_memory", "distributed"])
+def test_a_driver_that_is_killed_leaves_no_process_and_no_shared_memory(tmp_path: Path, transfer: str) -> None:
     before = shared_memory()
-    command = [sys.executable, HERE / "driven_workers.py", tmp_path / "pids.json", PAIR, "topology.decode.workers=2"]
+    arm = (PAIR, f"topology.transfer={transfer}", "topology.decode.workers=2")
+    command = [sys.executable, HERE / "driven_workers.py", tmp_path / "pids.json", *arm]
     root = str(HERE.parents[1])
     driver = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)})
     try:

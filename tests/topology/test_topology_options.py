@@ -43,6 +43,8 @@ def test_replicas_are_equal_parts_and_a_single_engine_is_the_whole() -> None:
         (["topology=replicas", "topology.workers=0"], "topology.workers=0: must be a whole number of at least 1"),
         ([PAIR, "topology.prefill.workers=0"], "topology.prefill.workers=0: must be a whole number of at least 1"),
         ([PAIR, "topology.prefill.kv_share=1"], "topology.prefill.kv_share=1: must be a share of the KV budget"),
+        ([PAIR, "topology.transfer=rdma"], "topology.transfer=rdma: must be one of shared_memory, distributed"),
+        ([PAIR, "topology.transfer_timeout_s=0"], "topology.transfer_timeout_s=0: must be a number of seconds above 0"),
         ([PAIR, "batching=static"], "topology.decode.batching=continuous"),
         (["topology=replicas", "batching=static", "batching.emit=batch_end"], "batching.emit=batch_end"),
         ([PAIR, "kv_cache.budget=48tokens"], "buys"),
@@ -55,8 +57,8 @@ def test_an_arm_that_cannot_run_says_why(overrides: list[str], reason: str) -> N
 
 
 def test_arms_that_can_run_have_no_reasons() -> None:
-    for topology in (PAIR, "topology=replicas"):
-        assert validate_arm(config_of(topology)) == []
+    for topology in ([PAIR], [PAIR, "topology.transfer=distributed"], ["topology=replicas"]):
+        assert validate_arm(config_of(*topology)) == []
 
 
 def test_held_blocks_stay_with_a_sequence_that_was_freed_until_they_are_let_go() -> None:

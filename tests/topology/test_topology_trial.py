@@ -30,8 +30,15 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not behind what is measured on this machine
 
 
-def test_the_record_of_a_disaggregated_trial(tmp_path: Path) -> None:
-    record = trial_of(tmp_path, "topology=disaggregated")
+@pytest.mark.parametrize(
+    ("transfer", "route"),
+    [
+        ("shared_memory", "shared memory bandwidth"),
+        pytest.param("distributed", "loopback bandwidth", marks=pytest.mark.slow),
+    ],
+)
+def test_the_record_of_a_disaggregated_trial(tmp_path: Path, transfer: str, route: str) -> None:
+    record = trial_of(tmp_path, "topology=disaggregated", f"topology.transfer={transfer}")
     run, metrics, requests, steps = record.run, record.run["metrics"], record.requests, record.steps
     assert run["axes"]["topology"] == "disaggregated"
     assert (requests["finish_reason"] == "length").all() and (requests["output_tokens"] == 12).all()
@@ -47,7 +54,7 @@ def test_the_record_of_a_disaggregated_trial(tmp_path: Path) -> None:
     assert metrics["slot_utilization"] is None and metrics["goodput_per_s"] > 0
     assert metrics["peak_memory_bytes"] > 3 * 100e6  # this process and two more, each with torch in it
     assert metrics["startup_s"] > 0 and metrics["mfu"] > 0 and run["linear_stages"]
-    assert [note for note in run["validity"] if note.startswith("shared memory bandwidth")]
+    assert [note for note in run["validity"] if note.startswith(f"{route}: ")]
     assert not [note for note in run["validity"] if note.startswith("client lag")]
 
 
