@@ -361,6 +361,7 @@ class Engine:
 
     def _reject(self, seq_id: str, reason: str, now: float) -> Emission:
         del self._sequences[seq_id]
+        self._forget(seq_id)
         return Emission(seq_id, (), now, "rejected", reason)
 
     def _forget(self, seq_id: str) -> None:
