@@ -32,11 +32,13 @@ def factors_of(arm: str, baseline: str) -> tuple[str, ...]:
     return () if arm == baseline else tuple(arm.split("+"))
 
 
-def interactions(metric: str, values: Mapping[str, Values], baseline: str) -> list[Interaction]:
+def interactions(
+    metric: str, values: Mapping[str, Values], baseline: str, *, adaptive: bool = False
+) -> list[Interaction]:
     """Every arm of two or more factors whose single ones are arms as well, in the order given.
 
     values: by arm the metric in each trial, more of it being better or worse as `statistics.direction` has it. A trial
-    in which one of the arms has no positive value is left out.
+    in which one of the arms has no positive value is left out. adaptive: the study stops by its own intervals.
     """
     alone = {factors_of(arm, baseline)[0]: arm for arm in values if len(factors_of(arm, baseline)) == 1}
     found = []
@@ -49,8 +51,9 @@ def interactions(metric: str, values: Mapping[str, Values], baseline: str) -> li
         product = None if None in gains else math.prod(gain for gain in gains if gain is not None)
         # joint / product = (arm / baseline) / prod(single / baseline) = arm x baseline^(k-1) / prod(single)
         above = _product([values[arm], *[values[baseline]] * (len(factors) - 1)])
-        deviation = ratio(metric, above, _product(singles))
-        found.append(Interaction(arm, factors, product, ratio(metric, values[arm], values[baseline]), deviation))
+        joint = ratio(metric, values[arm], values[baseline], adaptive=adaptive)
+        deviation = ratio(metric, above, _product(singles), adaptive=adaptive)
+        found.append(Interaction(arm, factors, product, joint, deviation))
     return found
 
 

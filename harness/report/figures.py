@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from harness.metrics import Window
 from harness.records import TrialRecord
-from harness.report.prediction import Prediction, decode_rate, predict
 from harness.report.sampling import Indices, ranks
 from harness.report.work import COLUMNS, Work, step_work, summed
 
 PHASES = ("schedule", "prepare", "attention", "forward", "sample", "propose", "commit")
-COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens", "drafting_sequences")
+COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens")
 STEP_COLUMNS = (*(f"{phase}_s" for phase in PHASES), *COUNTS, *(name for name in COLUMNS if name not in COUNTS))
 REQUEST_COLUMNS = ("finish_reason", "intended_s", "emission_times_s", "emission_tokens")
+DISTRIBUTIONS = ("ttft_s", "itl_s", "e2e_s")
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,7 +43,8 @@ class TrialFigures:
     """Of one trial's steps; sums leave out what is null.
 
     attention_known: every step told its attention apart. decode: None where no step decodes and prefills nothing, or
-    one of these did not tell its attention apart. work: by kind of step.
+    one of these did not tell its attention apart. decode_rate: tokens a second that a sequence gets in such steps.
+    work: by kind of step.
     """
 
     trial: int
@@ -56,7 +57,6 @@ class TrialFigures:
     decode_rate: float | None
     draft_tokens: int
     accepted_tokens: int
-    prediction: Prediction
     work: Mapping[str, Work]
 
 
@@ -72,7 +72,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ArmFigures:
-    """``trials``: each one's, in their order; ``curves``: `ttft_s` and `itl_s` of all of them pooled."""
+    """``trials``: each one's, in their order; ``curves``: `DISTRIBUTIONS` of all of them pooled."""
 
     trials: list[TrialFigures]
     curves: Mapping[str, Curve]
@@ -81,7 +81,7 @@ class ArmFigures:
 def arm_figures(trials: Iterable[TrialRecord], points: int) -> ArmFigures:
     """One pass over an arm's ok trials; ``points``: about as many are kept of a curve."""
     found: list[TrialFigures] = []
-    pools: dict[str, list[Floats]] = {"ttft_s": [], "itl_s": []}
+    pools: dict[str, list[Floats]] = {name: [] for name in DISTRIBUTIONS}
     for trial in trials:
         found.append(step_figures(trial))
         for name, values in latencies(trial).items():
@@ -97,7 +97,7 @@ def curve(pool: Sequence[Floats], points: int) -> Curve:
 
 
 def latencies(trial: TrialRecord) -> dict[str, Floats]:
-    """`ttft_s` and `itl_s` as its percentiles count them: a failed request's TTFT is inf, a rejected one has none.
+    """`DISTRIBUTIONS` as its percentiles count them: a failed request's TTFT and E2E are inf, a rejected one has none.
 
     By the definitions of `harness.metrics`, all requests at once instead of one after the other.
     """
@@ -109,12 +109,15 @@ def latencies(trial: TrialRecord) -> dict[str, Floats]:
     request = np.repeat(np.arange(len(t0)), lengths)  # of each emission
     num_tokens = np.bincount(request, tokens, len(t0))
     finished = ((reasons == "length") | (reasons == "stop")) & (num_tokens > 0)
-    ttft = np.full(len(t0), np.inf)
-    ttft[finished] = times[(lengths.cumsum() - lengths)[finished]] - t0[finished]
-    ttft = ttft[counted]
+    ends = lengths.cumsum()
+    ttft, e2e = np.full(len(t0), np.inf), np.full(len(t0), np.inf)
+    ttft[finished] = times[(ends - lengths)[finished]] - t0[finished]
+    e2e[finished] = times[(ends - 1)[finished]] - t0[finished]
+    ttft, e2e = ttft[counted], e2e[counted]
     later = (np.diff(request) == 0) & counted[request[1:]]  # emissions with one of their own request before them
     gaps, made = np.diff(times)[later], tokens[1:][later]
-    return {"ttft_s": ttft[~np.isnan(ttft)], "itl_s": np.repeat(gaps / made, made)}
+    itl = np.repeat(gaps / made, made)
+    return {"ttft_s": ttft[~np.isnan(ttft)], "itl_s": itl, "e2e_s": e2e[~np.isnan(e2e)]}
 
 
 def step_columns(trial: TrialRecord, names: Sequence[str]) -> dict[str, Floats]:
@@ -140,12 +143,18 @@ def step_figures(trial: TrialRecord) -> TrialFigures:
         attention_known=not np.isnan(steps["attention_s"]).any(),
         num_decode_steps=int(seen.sum()),
         decode=means,
-        decode_rate=decode_rate(decoding),
+        decode_rate=_decode_rate(decoding),
         draft_tokens=int(np.nansum(steps["draft_tokens"])),
         accepted_tokens=int(np.nansum(steps["accepted_tokens"])),
-        prediction=predict(decoding, trial.run.get("decode_costs") or []),
         work=summed(step_work(steps)),
     )
+
+
+def _decode_rate(steps: Mapping[str, Floats]) -> float | None:
+    """Of steps that decode and prefill nothing."""
+    decoded = steps["decode_tokens"]
+    spent = float((decoded * (steps["end_s"] - steps["start_s"])).sum())
+    return float((decoded + steps["accepted_tokens"]).sum()) / spent if spent > 0 else None
 
 
 def _mean(values: Floats) -> float:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from harness.report.charts import (
     decode_step,
     gantt,
+    interaction,
     kv_memory,
     latency,
     linear_layers,
@@ -82,21 +83,24 @@ def render(report: Report) -> str:
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
     """After the first screen. Load and KV dtype are there only where these were swept, reuse where an arm shares
-    prefixes, operators where a trial was profiled, swaps where an arm swapped.
+    prefixes, interactions where arms combine what others change alone, operators where a trial was profiled, swaps
+    where an arm swapped.
     """
     profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
     sizes = [precision.chart(report, kept) for kept in (precision.WEIGHTS, precision.KEYS_AND_VALUES)]
     swapped = [swaps.chart(report)] if swaps.swaps(report) else []
     reused = [("Prefix reuse", [prefix_reuse.chart(report)])] if prefix_reuse.has_sharing(report) else []
+    combined = [("Interactions", [interaction.chart(report)])] if interaction.found(report) else []
     by_batch = [speculation_gain.chart(report)] if speculation_gain.lines(report) else []
     return [
         *swept,
         *reused,
         ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
+        *combined,
         ("Where it is gained or lost", [decode_step.chart(report), linear_layers.chart(report), *profiled]),
         ("Against the machine", [roofline.chart(report), *(sizes if sizes[1].traces else sizes[:1])]),
-        ("Latency", [latency.chart(report, latency.TTFT), latency.chart(report, latency.ITL)]),
+        ("Latency", [latency.chart(report, what) for what in (latency.TTFT, latency.ITL, latency.E2E)]),
         ("Speculation", [speculation.chart(report), speedup.chart(report), *by_batch]),
         ("Requests and machine", [gantt.chart(report), *swapped, telemetry.chart(report)]),
     ]

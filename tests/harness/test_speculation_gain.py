@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.report.prediction import predict
 from harness.speculation import (
     FIELDS,
     break_even_batch,
@@ -93,11 +92,6 @@ def test_the_figures_of_a_trial_by_hand() -> None:
     a = found["conditional_acceptance"]
     assert a is not None and a * (1 - a**3.5) / (1 - a) == pytest.approx(6 / 4)
     assert found["predicted_speedup"] == pytest.approx((1 + 0.5 * 1.5) / (108 / 80 + 8 / 80))
-
-
-def test_the_report_predicts_the_same_from_the_records() -> None:
-    decoding = {name: DRAFTING[name].to_numpy(float)[1:] for name in DRAFTING.columns}
-    assert predict(decoding, COSTS).speedup == pytest.approx(speculation_metrics(DRAFTING, COSTS)["predicted_speedup"])
 
 
 def test_where_every_step_drafts_it_is_the_formula() -> None:

@@ -1,4 +1,4 @@
-"""A run directory as a study leaves it, made by a small scripted engine in virtual time: the same seed, the same bytes.
+"""A run directory as a study leaves it, made by the scripted engine: the same seed, the same bytes.
 
 Everything goes through the harness's own recorder, metrics and record writer, so the records are schema-true and the
 figures in them belong to the steps beside them.
@@ -10,183 +10,22 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scripted_engine import BUDGET_TOKENS, LADDER, MAX_MODEL_LEN, ArmPlan, Engine, burst
 
 from harness.limits import StepCost
 from harness.metrics import compute_metrics
 from harness.recorder import Recorder
 from harness.records import TELEMETRY_SCHEMA, frame, read_trial, write_json, write_trial
-from impls.request import Request, SamplingParams
-from impls.seams import Emission, KVReservation, StepResult, StepStats
 
-BUDGET_TOKENS, MAX_MODEL_LEN, BLOCK = 3072, 768, 16
 # Would be HTML, script, a template or a Plotly tag if anything let it.
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}%{x}<b>"
 HARDWARE = {"device": "cpu", "name": "Scripted CPU", "cpu_capability": "AVX2", "cores": 2, "threads": 2}
-
-
-@dataclass(frozen=True)
-class ArmPlan:
-    """One arm of the script; ``speed`` scales the time of a row, ``drafts`` is the number of tokens drafted."""
-
-    name: str
-    batching: str = "continuous"
-    kv_cache: str = "paged"
-    max_num_seqs: int = 32
-    drafts: int = 0
-    speed: float = 1.0
-    precision: str = "bf16"
-    kv_dtype: str = "auto"
-    versus: str | None = None
-    emulated: tuple[str, ...] = ()
-
-    @property
-    def budget_tokens(self) -> int:
-        """Positions of one byte a value are half as large."""
-        return BUDGET_TOKENS * (2 if self.kv_dtype in ("int8", "fp8") else 1)
-
-
-LADDER = (
-    ArmPlan("static", "static", "contiguous", 4),
-    ArmPlan("continuous", "continuous", "contiguous", 4, versus="static"),
-    ArmPlan("paged", versus="continuous"),
-    ArmPlan("speculative", drafts=4, versus="paged"),
-    ArmPlan("int8", speed=0.8, precision="int8", versus="paged"),
-    ArmPlan("fp8", speed=6.0, precision="fp8", versus="paged", emulated=("fp8 rounds to E4M3 and computes in BF16",)),
-)
-
-
-@dataclass
-class Live:
-    """A request that has a slot: ``done`` tokens of its output exist."""
-
-    request: Request
-    slot: int
-    done: int = 0
-    finished: bool = False
-
-    @property
-    def written(self) -> int:
-        return len(self.request.prompt_token_ids) + max(0, self.done - 1)
-
-
-@dataclass
-class Engine:
-    """Steps through requests by the arm's policy. Times are computed, never measured."""
-
-    plan: ArmPlan
-    rng: np.random.Generator
-    pace: float
-    waiting: list[Request]
-    live: list[Live] = field(default_factory=list)
-    now: float = 0.01
-
-    def reserved(self, live: Live) -> int:
-        tokens = MAX_MODEL_LEN if self.plan.kv_cache == "contiguous" else -(-(live.written + 1) // BLOCK) * BLOCK
-        return tokens
-
-    @property
-    def free(self) -> int:
-        return self.plan.budget_tokens - sum(self.reserved(live) for live in self.live)
-
-    def admit(self) -> list[Live]:
-        """Static fills an empty batch only; the others join whenever a slot and memory are there."""
-        if self.plan.batching == "static" and self.live:
-            return []
-        joined = []
-        while self.waiting and len(self.live) < self.plan.max_num_seqs:
-            taken = {live.slot for live in self.live}
-            slot = next(slot for slot in range(self.plan.max_num_seqs) if slot not in taken)
-            candidate = Live(self.waiting[0], slot)
-            room = BLOCK * len(self.live) if self.plan.kv_cache == "paged" else 0  # to grow by
-            if self.reserved(candidate) + room > self.free:
-                break
-            self.waiting.pop(0)
-            self.live.append(candidate)
-            joined.append(candidate)
-        return joined
-
-    def step(self) -> StepResult:
-        joined = self.admit()
-        longest = max((len(live.request.prompt_token_ids) for live in joined), default=0)
-        padding = sum(longest - len(j.request.prompt_token_ids) for j in joined)
-        padding = padding if self.plan.batching == "static" else 0
-        prefill = sum(len(live.request.prompt_token_ids) for live in joined)
-        decoding = [live for live in self.live if live.done and not live.finished]
-        dead = [live for live in self.live if live.finished]
-        drafted = {live.request.request_id: self.accept() for live in decoding} if self.plan.drafts else {}
-        rows = prefill + padding + len(decoding) * (1 + self.plan.drafts) + len(dead)
-        forward = self.pace * self.plan.speed * (0.011 + 0.00042 * rows)
-        stats = StepStats(
-            start_s=self.now,
-            end_s=self.now + forward + 0.0011,
-            schedule_s=0.00005,
-            prepare_s=0.0003,
-            forward_s=forward,
-            attention_s=0.25 * forward,
-            sample_s=0.0004,
-            propose_s=0.0001 if self.plan.drafts else 0.0,
-            commit_s=0.0001,
-            prefill_tokens=prefill,
-            decode_tokens=len(decoding),
-            padding_tokens=padding,
-            dead_rows=len(dead),
-            draft_tokens=sum(d for d, _ in drafted.values()),
-            accepted_tokens=sum(a for _, a in drafted.values()),
-            running=len(self.live) - len(dead),
-            waiting=len(self.waiting),
-            slot_request_ids=self.slots(),
-            scheduled=[live.request.request_id for live in self.live if not live.finished],
-            drafted=drafted,
-            kv_capacity_tokens=self.plan.budget_tokens,
-            kv_free_tokens=self.free,
-            kv_allocation_unit=MAX_MODEL_LEN if self.plan.kv_cache == "contiguous" else BLOCK,
-            kv_reservations=[
-                KVReservation(live.request.request_id, self.reserved(live), live.written, live.finished)
-                for live in self.live
-            ],
-            query_lens=[1] * len(self.live),
-            kv_lens=[live.written for live in self.live],
-        )
-        emissions = [self.emit(live, drafted, stats.end_s - 0.0005) for live in self.live if not live.finished]
-        self.now = stats.end_s + 0.0001
-        if self.plan.batching != "static" or all(live.finished for live in self.live):
-            self.live = [live for live in self.live if not live.finished]
-        return StepResult(emissions, stats)
-
-    def accept(self) -> tuple[int, int]:
-        """(drafted, accepted): each draft is accepted with probability 0.6, up to the first that is not."""
-        misses = np.flatnonzero(self.rng.random(self.plan.drafts) >= 0.6)
-        return self.plan.drafts, int(misses[0]) if len(misses) else self.plan.drafts
-
-    def emit(self, live: Live, drafted: Mapping[str, tuple[int, int]], time_s: float) -> Emission:
-        left = live.request.sampling.max_tokens - live.done
-        count = min(left, 1 + drafted.get(live.request.request_id, (0, 0))[1])
-        tokens = tuple(7 + (live.done + i) * 31 % 997 for i in range(count))
-        live.done += count
-        live.finished = count == left
-        return Emission(live.request.request_id, tokens, time_s, "length" if live.finished else None)
-
-    def slots(self) -> list[str | None]:
-        slots: list[str | None] = [None] * self.plan.max_num_seqs
-        for live in self.live:
-            slots[live.slot] = live.request.request_id
-        return slots
-
-
-def burst(seed: int, count: int) -> list[Request]:
-    rng = np.random.default_rng(seed)
-    prompts = rng.integers(32, 97, count)
-    outputs = np.clip(rng.exponential(48, count).astype(int) + 1, 1, 192)
-    return [
-        Request(f"request-{i}", tuple(range(int(p))), SamplingParams(max_tokens=int(o), ignore_eos=True))
-        for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
-    ]
 
 
 def config_of(plan: ArmPlan, num_requests: int) -> dict[str, Any]:
@@ -230,6 +69,7 @@ def run_record(study: str, plan: ArmPlan, trial: int, num_requests: int, **chang
             "started": f"2026-01-02T03:0{trial}:00+00:00",
             "host_before": {"load_1m": 0.1, "cpu_percent": 2.0},
             "host_after": {"load_1m": 1.9, "cpu_percent": 80.0},
+            "telemetry_cost": {"cpu_s": 0.004, "rounds": 20, "mean_round_s": 0.0002, "max_round_s": 0.001},
         },
         "window": {"start_s": None, "end_s": None, "rule": None},
         "metrics": {},
@@ -300,6 +140,7 @@ def write_measured(
             "weights_bytes": 325_000_000,
             "speculation": plan.drafts > 0,
             "ignore_eos": True,
+            "decode_costs": decode_costs(plan),
         },
     )
     measured = {"window": window, "metrics": {**metrics, **(more_metrics or {})}, "validity": warnings}
@@ -318,6 +159,10 @@ def scripted_telemetry(end_s: float, gpus: int = 0) -> Any:
         series[(f"gpu{gpu}", "utilization_percent", "%")] = 70 + 20 * np.sin(times + gpu)
         series[(f"gpu{gpu}", "power_w", "W")] = 400 + 50 * np.cos(times)
         series[(f"gpu{gpu}", "sm_active_percent", "%")] = np.full(len(times), np.nan)  # refused by the device
+        series[(f"gpu{gpu}", "pcie_sent_bytes_per_s", "B/s")] = 2e9 + 1e9 * np.sin(times)
+        series[(f"gpu{gpu}", "pcie_received_bytes_per_s", "B/s")] = 3e9 + 1e9 * np.cos(times)
+        # Held back by its power cap, or too hot, in half of the samples; idle (bit 1) is neither.
+        series[(f"gpu{gpu}", "throttle_reasons", "bits")] = np.resize([0x1, 0x4, 0x0, 0x24], len(times)).astype(float)
     columns: dict[str, list[Any]] = {name: [] for name in TELEMETRY_SCHEMA.names}
     for (source, name, unit), values in series.items():
         columns["t_s"] += times.tolist()

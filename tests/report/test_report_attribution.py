@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from page_reader import Page
@@ -18,6 +19,7 @@ from harness.report.charts.decode_step import decode_means
 from harness.report.charts.step_time import phase_seconds
 from harness.report.data import load
 from harness.report.parts import MISSING, Chart, Table
+from harness.speculation import speculation_metrics
 
 COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens", "drafting_sequences")
 SECONDS = ("schedule_s", "prepare_s", "forward_s", "sample_s", "propose_s", "commit_s")
@@ -169,28 +171,27 @@ def write_speculation(run_dir: Path, **drafts: Any) -> None:
         {**common, "propose_s": 0.003, "draft_tokens": 4, "accepted_tokens": 0, "drafting_sequences": 1},
         {**common, "propose_s": 0.001, "draft_tokens": 2, "accepted_tokens": 2, "drafting_sequences": 1},
     ]
+    table = pd.DataFrame([{**dict.fromkeys(COUNTS, 0), **step} for step in steps])
+    figures = speculation_metrics(table, drafts.get("decode_costs"))
     for trial in range(3):
-        metrics = {"output_tokens_per_s": 30.0, "itl_s": {"mean": 0.03}}
-        write_steps(run_dir, PLAIN, trial, [common], metrics=metrics)
-        metrics = {"output_tokens_per_s": 40.0, "itl_s": {"mean": 0.02}, "tokens_per_step": 1.75}
-        write_steps(run_dir, DRAFTS, trial, steps, metrics=metrics, **drafts)
+        plain = {"output_tokens_per_s": 30.0, "itl_s": {"mean": 0.03}}
+        write_steps(run_dir, PLAIN, trial, [common], metrics=plain)
+        speeds = {"output_tokens_per_s": 40.0, "itl_s": {"mean": 0.02}, "tokens_per_step": 1.75}
+        write_steps(run_dir, DRAFTS, trial, steps, metrics={**speeds, "speculation": figures}, **drafts)
 
 
 def test_the_predicted_speedup_is_that_of_its_formula(tmp_path: Path) -> None:
     costs = [{"sequences": 1, "rows": 1, "forward_s": 0.019}, {"sequences": 2, "rows": 2, "forward_s": 0.02}]
     write_speculation(tmp_path, decode_costs=[*costs, {"sequences": 2, "rows": 10, "forward_s": 0.036}])
     report = load(tmp_path)
-    found = speedup.prediction(report.arms[1])
-    # d = 4 / 8, m = 6 / 4. Rows 2, 10, 6, 4 take 20, 36, 28, 24 ms against 20 each; drafting takes 8 ms in all.
-    expected = (1 + 0.5 * 1.5) / (108 / 80 + 8 / 80)
-    assert vars(found) == pytest.approx(
-        {"drafting": 0.5, "accepted": 1.5, "verify": 1.35, "propose": 0.1, "speedup": expected}
-    )
     chart = speedup.chart(report)
     (row,) = texts(chart.table)
     assert row["d: drafting share"] == "50.0 %" and row["tokens a step"] == "1.75"
-    shown = [row[name] for name in ("m: accepted", "v: forward / plain", "c: draft / plain")]
-    assert shown == ["1.50", "1.35", "0.100"]
+    # d = 4 / 8, g = 14 / 4, of which 6 / 4 stand. Rows 2, 10, 6, 4 take 20, 36, 28, 24 ms against 20 each; drafting
+    # takes 8 ms in all, so a draft for each of the sequences 0.1 / (0.5 x 3.5) forward passes.
+    shown = [row[name] for name in ("g: drafts", "a: stands", "c: draft / step", "v: rows / step")]
+    assert shown == ["3.50", "66.3 %", "0.057", "1.35"]
+    # (1 + 0.5 x 1.5) / (108 / 80 + 8 / 80)
     # 14 tokens of 8 sequence-steps against 2 of 2, all steps of 30 ms
     assert (row["predicted"], row["measured"]) == ("1.21x", "1.75x [1.75, 1.75]")
     assert (row["measured against"], row["output tok/s"]) == ("plain", "1.33x [1.33, 1.33]")
@@ -201,8 +202,8 @@ def test_the_predicted_speedup_is_that_of_its_formula(tmp_path: Path) -> None:
 def test_a_record_without_what_rows_cost_predicts_nothing(costs: Any, tmp_path: Path) -> None:
     write_speculation(tmp_path, decode_costs=costs)
     (row,) = texts(speedup.chart(load(tmp_path)).table)
-    assert (row["d: drafting share"], row["m: accepted"]) == ("50.0 %", "1.50")
-    assert [row[name] for name in ("v: forward / plain", "c: draft / plain", "predicted")] == [MISSING] * 3
+    assert (row["d: drafting share"], row["g: drafts"]) == ("50.0 %", "3.50")
+    assert [row[name] for name in ("v: rows / step", "c: draft / step", "predicted")] == [MISSING] * 3
     assert row["measured"].startswith("1.75x")
 
 
@@ -220,7 +221,7 @@ def test_a_run_recorded_before_all_this_still_renders(tmp_path: Path) -> None:
         pq.write_table(pq.read_table(path).drop_columns(["attention_s", "drafting_sequences"]), path)
     for path in tmp_path.glob("*/*/run.json"):
         lines = path.read_text().replace('"decode_costs"', '"x"').replace('"linear_stages"', '"y"')
-        path.write_text(lines)
+        path.write_text(lines.replace('"speculation"', '"z"'))
     page = Page(build(tmp_path))
     assert {"steptime", "speedup"} <= set(page.specs) and not {"decode", "linear"} & set(page.specs)
     assert [trace["name"] for trace in page.specs["steptime"]["data"]].count("attention") == 0

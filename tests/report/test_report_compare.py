@@ -190,7 +190,9 @@ def test_traces_rows_panels_and_arrows_know_their_arms(report: Report) -> None:
     curves = tagged(latency.chart(report, latency.TTFT), arms)
     assert [trace["meta"]["arms"] for trace in curves.traces] == [[arm.index] for arm in arms]
     points = tagged(tradeoff.chart(report), arms)
-    assert [trace["meta"]["arms"] for trace in points.traces] == [[arm.index] for arm in arms for _ in (0, 1)]
+    frontier, *medians_and_trials = points.traces
+    assert sorted(frontier["meta"]["points"]) == [arm.index for arm in arms if not arm.emulated]
+    assert [trace["meta"]["arms"] for trace in medians_and_trials] == [[arm.index] for arm in arms for _ in (0, 1)]
     names = [arm.name for arm in arms]
     steps = [[[names.index(a)], [names.index(b)]] for b, a in (("static", "continuous"), ("continuous", "paged"))]
     assert points.layout["meta"]["arrows"][:2] == steps

@@ -17,7 +17,7 @@ from harness.metrics import emission_gaps, request_latencies
 from harness.records import REQUEST_SCHEMA, frame, read_run, read_trial, write_trial
 from harness.report.__main__ import main
 from harness.report.data import load
-from harness.report.figures import arm_figures, curve, latencies, step_figures
+from harness.report.figures import DISTRIBUTIONS, arm_figures, curve, latencies, step_figures
 from harness.report.page import render
 from harness.report.sampling import TAIL
 
@@ -42,9 +42,9 @@ def test_sums_are_those_of_the_frames(ladder: Path) -> None:
 def test_what_no_step_recorded_is_not_zero(ladder: Path, tmp_path: Path) -> None:
     shutil.copytree(ladder / "speculative" / "0", tmp_path / "0")
     path = tmp_path / "0" / "steps.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["attention_s", "drafting_sequences"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["attention_s"]), path)
     found = step_figures(read_trial(tmp_path / "0"))
-    assert found.prediction.drafting is None and found.decode is None and not found.attention_known
+    assert found.decode is None and not found.attention_known
     assert found.num_decode_steps > 0 and found.draft_tokens > 0 and found.decode_rate is not None
 
 
@@ -64,8 +64,11 @@ def test_latencies_are_those_of_the_metrics(rule: str, counted: list[int], tmp_p
     window = {"rule": rule, "start_s": 1.0, "end_s": 8.0}
     write_trial(tmp_path / "0", run_record("hand", LADDER[0], 0, 6, window=window), requests)
     found = latencies(read_trial(tmp_path / "0"))
-    expected = request_latencies(requests)["ttft_s"].to_numpy(float)[counted]
-    assert found["ttft_s"].tolist() == expected.tolist() and np.isinf(expected).any()
+    assert tuple(found) == DISTRIBUTIONS
+    for name in ("ttft_s", "e2e_s"):
+        expected = request_latencies(requests)[name].to_numpy(float)[counted]
+        assert found[name].tolist() == expected.tolist() and np.isinf(expected).any(), name
+    assert found["e2e_s"][1 if rule == "burst" else 0] == 1.5 != found["ttft_s"][1 if rule == "burst" else 0]
     gaps, _ = emission_gaps(requests.iloc[counted])
     assert found["itl_s"].tolist() == gaps.tolist() and len(gaps) >= 7
 

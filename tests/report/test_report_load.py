@@ -10,8 +10,9 @@ from simulated_run import ArmPlan, config_of, write_measured, write_plan
 
 from harness.records import decode_numbers
 from harness.report import build
-from harness.report.charts.load import INTERVAL_FROM, PANELS, chart, offered_rate, sweeps
+from harness.report.charts.load import PANELS, chart, offered_rate, sweeps
 from harness.report.data import load
+from harness.report.intervals import INTERVAL_FROM
 from harness.report.page import render
 from harness.statistics import ADAPTIVE_CONFIDENCE, interval
 from harness.study import compose_study

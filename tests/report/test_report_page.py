@@ -29,6 +29,7 @@ CHARTS = {
     "linear",
     "ttft",
     "itl",
+    "e2e",
     "speculation",
     "speedup",
     "telemetry",
@@ -199,6 +200,7 @@ def test_endless_and_missing_values_render(tmp_path: Path) -> None:
     assert shown and set(shown) == {"inf"}
     assert len(page.specs["kv"]["layout"]["annotations"]) == 1  # the other arm's panel alone
     assert page.specs["slots"]["data"]
+    assert [trace["name"] for trace in page.specs["e2e"]["data"]] == ["static (n 5)"]
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

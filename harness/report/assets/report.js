@@ -94,6 +94,18 @@ const figures = (() => {
     return { ...trace, x: found.map(({ median }) => median), error_x: { ...trace.error_x, array, arrayminus } };
   }
 
+  // From points in the order of x to the staircase under which all of them lie: its corners are those that none beats.
+  function frontier(trace) {
+    if (!trace.meta?.frontier) return trace;
+    const x = [], y = [];
+    for (let i = trace.x.length - 1; i >= 0; i -= 1)
+      if (!(trace.y[i] <= y[0])) {
+        x.unshift(trace.x[i]);
+        y.unshift(trace.y[i]);
+      }
+    return trace.x.length < 2 ? { ...trace, x: [], y: [] } : { ...trace, x: [0, ...x, x[x.length - 1]], y: [y[0], ...y, 0] };
+  }
+
   // What is left of a figure; null if nothing is. Plotly never sees `meta`, which it would read as a template's source.
   function filtered({ data, layout: { meta = {}, ...layout } }) {
     data = data.map(rebased);
@@ -107,7 +119,7 @@ const figures = (() => {
       });
       if (!data.some((trace) => trace.x.length)) return null;
     }
-    return { data: data.map(({ meta: _, ...trace }) => trace), layout };
+    return { data: data.map(frontier).map(({ meta: _, ...trace }) => trace), layout };
   }
 
   function problem(error) {

@@ -9,13 +9,12 @@ from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
+from harness.report.intervals import INTERVAL_FROM, around, error_bars
 from harness.report.parts import LEGEND_ABOVE, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
-from harness.statistics import interval
 from harness.summary import flatten
 
 RATE = "workload.arrivals.rate"
 OF_THE_LOAD = (f"{RATE}=", "workload.num_requests=")  # settings in which the arms of one line differ
-INTERVAL_FROM = 3  # trials; an interval of two is many times as wide as they are apart
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,7 @@ def _line(
     trials = [
         [v for t in arm.ok if (v := _scaled(values_of(t).get(line.metric), panel.scale)) is not None] for arm in arms
     ]
-    ends = [
-        None if known is None else _interval(values, confidence) for values, known in zip(trials, medians, strict=True)
-    ]
-    above = [None if e is None or m is None else e[1] - m for e, m in zip(ends, medians, strict=True)]
-    below = [None if e is None or m is None else m - e[0] for e, m in zip(ends, medians, strict=True)]
+    bounds = [around(values, confidence) for values in trials]
     small = [(arm, rate, v) for arm, rate, values in zip(arms, rates, trials, strict=True) for v in values]
     return [
         {
@@ -180,10 +175,7 @@ def _line(
             "showlegend": index != 1,  # the percentiles look alike in both latency panels
             "x": floats(rates),
             "y": floats(medians),
-            "error_y": {
-                **{"type": "data", "symmetric": False, "array": floats(above), "arrayminus": floats(below)},
-                **{"color": colour, "thickness": 1.2, "width": 3},
-            },
+            "error_y": error_bars(medians, bounds, colour),
             "line": {"color": colour, "dash": line.dash, "width": 2},
             "marker": {"symbol": line.symbol, "size": 9, "color": colour},
             "hovertemplate": f"%{{fullData.name}} %{{y:.4g}} {panel.unit} at %{{x}} requests/s<extra></extra>",
@@ -195,14 +187,6 @@ def _line(
 
 def _scaled(value: float | None, scale: float) -> float | None:
     return None if value is None or not math.isfinite(value) else value * scale
-
-
-def _interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Of the centre of the trials' values, by the rules for ratios: of their logarithms."""
-    if len(values) < INTERVAL_FROM or min(values) <= 0:
-        return None
-    found = interval([math.log(value) for value in values], confidence)
-    return None if found is None else (math.exp(found[0]), math.exp(found[1]))
 
 
 def _end(arms: Sequence[Arm]) -> float:

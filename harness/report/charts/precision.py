@@ -9,6 +9,7 @@ from typing import Any
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.equal_burst import median_rates
+from harness.report.intervals import INTERVAL_FROM, around, error_bars
 from harness.report.parts import Cell, Chart, Table, byte_size, fixed, floats, label, number_cell, percent, text_cell
 
 SPEED = "output_tokens_per_s"
@@ -103,12 +104,13 @@ def chart(report: Report, kept: Kept) -> Chart:
     traces = [_joined(family, sizes, kept) for family in found] if len(found) > 1 else []
     for arm in seen:
         size = sizes[arm.index] * kept.scale
-        traces += _speed(arm, size, kept)
+        traces += _speed(arm, size, kept, report.confidence)
         traces += [_quality(arm, size, quality, index) for index, quality in enumerate(drawn)]
     layout, height = _layout(seen, sizes, kept, drawn)
     note = (
         f"Arms that differ in their {kept.group} alone{', joined by a line' if len(found) > 1 else ''}. Filled: median "
-        f"of the trials; open: each trial. {kept.note} Fewer bits change what the model says: what was measured of "
+        f"of the trials, with a {percent(report.confidence, 0)} interval where there are at least {INTERVAL_FROM}; "
+        f"open: each trial. {kept.note} Fewer bits change what the model says: what was measured of "
         "that is drawn below the speed and stands in the table (equal output: requests whose every token is the "
         "reference's)."
     )
@@ -166,8 +168,8 @@ def _shared(arm: Arm) -> dict[str, Any]:
     return {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name), "cliponaxis": False}
 
 
-def _speed(arm: Arm, size: float, kept: Kept) -> list[dict[str, Any]]:
-    """Every trial, and their median with the option's name."""
+def _speed(arm: Arm, size: float, kept: Kept, confidence: float) -> list[dict[str, Any]]:
+    """Every trial, and their median with its interval and the option's name."""
     trials = list(arm.by_trial(output_rate).values())
     look = {"color": arm.colour, "symbol": f"{arm.marker}-open"}
     return [
@@ -185,6 +187,7 @@ def _speed(arm: Arm, size: float, kept: Kept) -> list[dict[str, Any]]:
             "mode": "markers+text",
             "x": floats([size], 3),
             "y": floats([arm.metrics[SPEED]]),
+            "error_y": error_bars([arm.metrics[SPEED]], [around(trials, confidence)], arm.colour),
             "text": [f"{label(option(arm, kept.group), 16)}{' (emulated)' if arm.emulated else ''}"],
             "textposition": "top center",
             "marker": {**look, "size": 12, **({} if arm.emulated else {"symbol": arm.marker})},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,15 +12,14 @@ from harness.records import TrialRecord
 from harness.report.charts import speedup
 from harness.report.charts.verdict import HEADLINE, below_cell
 from harness.report.data import Arm, Report
+from harness.report.intervals import error_bars
 from harness.report.parts import (
     LEGEND_ABOVE,
     Cell,
     Chart,
     Table,
-    fixed,
     floats,
     label,
-    number,
     number_cell,
     percent,
     text_cell,
@@ -32,13 +31,6 @@ from harness.statistics import interval
 # Settings in which the arms of one line differ.
 OF_THE_BATCH = (
     *("batching.max_num_seqs=", "workload.arrivals.concurrency=", "workload.num_requests=", "kv_cache.budget="),
-)
-METRICS: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
-    ("d: drafting share", "speculation.drafting_share", percent),
-    ("g: drafts", "speculation.draft_length", number),
-    ("a: stands", "speculation.conditional_acceptance", percent),
-    ("c: draft / step", "speculation.draft_cost", fixed(3)),
-    ("v: rows / step", "speculation.verify_cost", number),
 )
 ABOVE, BELOW = "not within the batches measured: above 1", "not within the batches measured: below 1"
 
@@ -132,13 +124,10 @@ def chart(report: Report) -> Chart:
         "hovermode": "closest",
     }
     note = (
-        "Dashed: predicted, (1 + d (a + a\u00b2 + ... + a^g)) / (d g c + v): (1 - a^(g+1)) / ((1 - a)(g c + v)) where "
-        "every step drafts. a: the probability that a draft stands if those before it did, from the tokens accepted a "
-        "step. c: drafting one token each, v: the forward passes over all rows, both in forward passes without drafts; "
-        "v from what so many rows took in warm-up. Solid: measured, tokens a second that a decoding sequence gets, "
-        "against the arm it builds on, in steps that prefill nothing. Medians over the ok trials, "
-        f"{percent(report.confidence, 0)} intervals. It pays up to the batch where its line falls to 1, between two "
-        "batches on logarithmic scales. Output tok/s counts prefill too."
+        f"Dashed: predicted, {speedup.FORMULA} Where every step drafts that is (1 - a^(g+1)) / ((1 - a)(g c + v)). "
+        "Solid: measured, tokens a second that a decoding sequence gets, against the arm it builds on, in steps that "
+        f"prefill nothing. Medians over the ok trials, {percent(report.confidence, 0)} intervals. It pays up to the "
+        "batch where its line falls to 1, between two batches on logarithmic scales. Output tok/s counts prefill too."
     )
     return Chart("speculationgain", title, note, _table(report, found), traces, layout, 400)
 
@@ -162,21 +151,10 @@ def _trace(name: str, kind: str, colour: str, dash: str, symbol: str, points: Se
         "y": floats([gain.median for gain in gains], 4),
         "line": {"color": colour, "dash": dash, "width": 1.6},
         "marker": {"color": colour, "symbol": symbol, "size": 8},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": floats([_gap(gain.high, gain.median) for gain in gains], 4),
-            "arrayminus": floats([_gap(gain.median, gain.low) for gain in gains], 4),
-            "color": colour,
-            "thickness": 1.2,
-        },
+        "error_y": error_bars([gain.median for gain in gains], [(gain.low, gain.high) for gain in gains], colour),
         "meta": {"arms": [point.arm.index for point in points]},
         "hovertemplate": f"{name}: %{{y:.2f}}x at %{{x}}<extra></extra>",
     }
-
-
-def _gap(more: float | None, less: float | None) -> float | None:
-    return None if more is None or less is None else more - less
 
 
 def _table(report: Report, found: Sequence[Line]) -> Table:
@@ -187,10 +165,10 @@ def _table(report: Report, found: Sequence[Line]) -> Table:
             arm = point.arm
             ratio = below_cell(arm, report.below(arm), HEADLINE)
             gains = [Cell(times(g.median, g.low, g.high), g.median) for g in (point.predicted, point.measured)]
-            cells = [arm.cell(metric, text) for _, metric, text in METRICS]
+            cells = [arm.cell(metric, text) for _, metric, text in speedup.FIGURES]
             rows.append([text_cell(arm.name), number_cell(point.batch, 0), *cells, *gains, ratio, *ends])
     columns = (
-        *("arm", "batch", *(name for name, _, _ in METRICS), "predicted", "measured", "output tok/s"),
+        *("arm", "batch", *(name for name, _, _ in speedup.FIGURES), "predicted", "measured", "output tok/s"),
         *("predicted to pay up to batch", "measured to pay up to batch"),
     )
     return Table(columns, rows)

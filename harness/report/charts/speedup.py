@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 from harness.report.against import following, name_cell, ratio_cell, ratio_to
 from harness.report.bars import AROUND_PX, ROW_PX, rows_axis
 from harness.report.charts.verdict import HEADLINE, below_cell
-from harness.report.data import Arm, Report, middle
+from harness.report.data import Arm, Report
+from harness.report.intervals import error_bars
 from harness.report.parts import (
     LEGEND_ABOVE,
-    Cell,
     Chart,
     Table,
+    fixed,
     floats,
     label,
     number,
-    number_cell,
     percent,
-    percent_cell,
     text_cell,
     times,
 )
-from harness.report.prediction import Prediction
 from harness.statistics import Ratio
 
 LOOKS = {"predicted": ("@phase4", "diamond-open"), "measured": ("@used", "circle")}
 DECODE_RATE = "decode_rate"  # what `decode_rates` are called where a reader compares arms
-
-
-def prediction(arm: Arm) -> Prediction:
-    """Medians over its ok trials."""
-    found = [trial.prediction for trial in arm.figures.trials]
-    names = [field.name for field in fields(Prediction)]
-    return Prediction(**{n: middle(v for each in found if (v := getattr(each, n)) is not None) for n in names})
+PREDICTED = "speculation.predicted_speedup"
+# What it is predicted from: heading, metric and text, as docs/speculation.md defines them.
+FIGURES: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
+    ("d: drafting share", "speculation.drafting_share", percent),
+    ("g: drafts", "speculation.draft_length", number),
+    ("a: stands", "speculation.conditional_acceptance", percent),
+    ("c: draft / step", "speculation.draft_cost", fixed(3)),
+    ("v: rows / step", "speculation.verify_cost", number),
+)
+FORMULA = (
+    "(1 + d (a + a\u00b2 + ... + a^g)) / (d g c + v). d: the share of a sequence's steps that verify drafts, g of them "
+    "each; a: the probability that a draft stands if those before it did, from the tokens accepted a step; c: drafting "
+    "one token each, v: the forward passes over all rows, both in forward passes over the same sequences without "
+    "drafts; v from what so many rows took in warm-up."
+)
 
 
 def decode_rates(arm: Arm | None) -> dict[int, float]:
@@ -51,11 +57,11 @@ def measured(report: Report, arm: Arm, other: Arm | None) -> Ratio:
 def chart(report: Report) -> Chart:
     title = "Speculation: predicted beside measured"
     seen = [arm for arm in report.arms if any(trial.draft_tokens > 0 for trial in arm.figures.trials)]
-    found = [(arm, prediction(arm), measured(report, arm, report.below(arm))) for arm in seen]
-    if not any(ours.speedup or theirs.median for _, ours, theirs in found):
+    found = [(arm, measured(report, arm, report.below(arm))) for arm in seen]
+    if not any(arm.metrics.get(PREDICTED) or ratio.median for arm, ratio in found):
         nothing = "No ok trial of an arm that drafts can be predicted or compared."
         return Chart("speedup", title, "", Table((), ()), empty=nothing)
-    points = {"predicted": [ours.speedup for _, ours, _ in found], "measured": [m.median for _, _, m in found]}
+    points = {"predicted": [arm.metrics.get(PREDICTED) for arm in seen], "measured": [m.median for _, m in found]}
     traces: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -68,14 +74,7 @@ def chart(report: Report) -> Chart:
         }
         for (name, values), (colour, symbol) in zip(points.items(), LOOKS.values(), strict=True)
     ]
-    traces[1]["error_x"] = {
-        "type": "data",
-        "symmetric": False,
-        "array": floats([_gap(m.high, m.median) for _, _, m in found], 4),
-        "arrayminus": floats([_gap(m.median, m.low) for _, _, m in found], 4),
-        "color": LOOKS["measured"][0],
-        "thickness": 1.6,
-    }
+    traces[1]["error_x"] = error_bars(points["measured"], [(m.low, m.high) for _, m in found], LOOKS["measured"][0])
     traces[1]["meta"] = following(DECODE_RATE, seen)
     layout = {
         "xaxis": {"title": {"text": "decode speed-up (x)"}},
@@ -86,41 +85,32 @@ def chart(report: Report) -> Chart:
         "hovermode": "closest",
     }
     note = (
-        "Predicted = (1 + d m) / (v + c). d: of the sequences that a step decodes, the share with drafts; m: tokens "
-        "accepted of such a sequence; v: the forward passes over all rows, c: the drafting, both in forward passes "
-        "over the same sequences without drafts, by what that many rows took in warm-up. It leaves out sampling and "
-        "longer contexts. Measured: tokens a second that a decoding sequence gets, paired by trial, against the arm it "
-        "builds on or, if one is chosen above, another baseline; the prediction stays one against the same arm without "
-        f"drafts. Both of steps that prefill nothing; medians over the ok trials, {percent(report.confidence, 0)} "
-        "intervals."
+        f"Predicted: {FORMULA} It leaves out sampling and longer contexts. Measured: tokens a second that a decoding "
+        "sequence gets, paired by trial, against the arm it builds on or, if one is chosen above, another baseline; "
+        "the prediction stays one against the same arm without drafts. Both of steps that prefill nothing; medians "
+        f"over the ok trials, {percent(report.confidence, 0)} intervals."
     )
     return Chart("speedup", title, note, _table(report, found), traces, layout, AROUND_PX + ROW_PX * len(seen))
 
 
-def _gap(more: float | None, less: float | None) -> float | None:
-    return None if more is None or less is None else more - less
-
-
-def _table(report: Report, found: list[tuple[Arm, Prediction, Ratio]]) -> Table:
+def _table(report: Report, found: list[tuple[Arm, Ratio]]) -> Table:
     rows = []
-    for arm, ours, theirs in found:
+    for arm, theirs in found:
         below = report.below(arm)
         rows.append(
             [
                 text_cell(arm.name),
                 arm.cell("acceptance_rate", percent),
                 arm.cell("tokens_per_step", number),
-                percent_cell(ours.drafting),
-                *(number_cell(value, 2) for value in (ours.accepted, ours.verify)),
-                number_cell(ours.propose, 3),
-                Cell(times(ours.speedup, None, None), ours.speedup),
+                *(arm.cell(metric, text) for _, metric, text in FIGURES),
+                arm.cell(PREDICTED, lambda value: times(value, None, None)),
                 ratio_cell(theirs, DECODE_RATE),
                 name_cell(below),
                 below_cell(arm, below, HEADLINE),
             ]
         )
     columns = (
-        *("arm", "acceptance rate", "tokens a step", "d: drafting share", "m: accepted", "v: forward / plain"),
-        *("c: draft / plain", "predicted", "measured", "measured against", "output tok/s"),
+        *("arm", "acceptance rate", "tokens a step", *(heading for heading, _, _ in FIGURES)),
+        *("predicted", "measured", "measured against", "output tok/s"),
     )
     return Table(columns, rows)

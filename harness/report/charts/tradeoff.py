@@ -1,16 +1,21 @@
-"""Throughput of the machine against the speed that one user sees."""
+"""Throughput of the machine against the speed that one user sees, and the frontier of what the arms reach."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.report.data import Arm, Report
-from harness.report.parts import Chart, Table, fixed, floats, label, number_cell, text_cell
+from harness.report.intervals import INTERVAL_FROM, Bounds, around, bounds_text, error_bars
+from harness.report.parts import MISSING, Cell, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
+from harness.summary import incomparable
+
+Point = tuple[float, float]  # tok/s per user, tok/s
 
 BOTH = "%{y:.1f} tok/s, %{x:.1f} tok/s per user<extra></extra>"
 LABELLED_ARMS = 12  # more labels than that cover one another
+NAMED_BETTER = 3  # of the arms that beat one
 
 
 def chart(report: Report) -> Chart:
@@ -20,38 +25,16 @@ def chart(report: Report) -> Chart:
         empty = "No arm has both a throughput and an inter-token latency."
         return Chart("tradeoff", title, "", Table((), ()), empty=empty)
     seen = [arm for arm in report.arms if arm.name in points]
+    trials = {arm.name: [p for t in arm.ok if (p := _point(_flat(t.run["metrics"]))) is not None] for arm in seen}
+    bounds = {
+        name: tuple(around([point[i] for point in found], report.confidence) for i in range(2))
+        for name, found in trials.items()
+    }
+    groups = comparable_groups(seen)
     labelled = len(seen) <= LABELLED_ARMS
-    traces: list[dict[str, Any]] = []
+    traces = [_frontier(group, points) for group in groups]
     for arm in seen:
-        shared = {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name)}
-        trials = [p for trial in arm.ok if (p := _point(_flat(trial.run["metrics"]))) is not None]
-        traces += [
-            {
-                **shared,
-                "mode": "markers",
-                "x": floats(x for x, _ in trials),
-                "y": floats(y for _, y in trials),
-                "marker": {"symbol": f"{arm.marker}-open", "size": 7, "color": arm.colour},
-                "opacity": 0.55,
-                "showlegend": False,
-                "hovertemplate": f"%{{fullData.name}}, one trial<br>{BOTH}",
-            },
-            {
-                **shared,
-                "mode": "markers+text" if labelled else "markers",
-                "x": floats([points[arm.name][0]]),
-                "y": floats([points[arm.name][1]]),
-                "text": [label(arm.name, 28) + (" (emulated)" if arm.emulated else "")],
-                "textposition": "top center",
-                "cliponaxis": False,
-                "marker": {
-                    "symbol": f"{arm.marker}-open" if arm.emulated else arm.marker,
-                    "size": 12,
-                    "color": arm.colour,
-                },
-                "hovertemplate": f"%{{fullData.name}}, median<br>{BOTH}",
-            },
-        ]
+        traces += _arm(arm, trials[arm.name], points[arm.name], bounds[arm.name], labelled)
     layout = {
         "xaxis": {"title": {"text": "output speed per user, 1 / median ITL (tok/s)"}, "range": [0, _room(points, 0)]},
         "yaxis": {"title": {"text": "output of the machine (tok/s)"}, "range": [0, _room(points, 1)]},
@@ -59,17 +42,117 @@ def chart(report: Report) -> Chart:
         "annotations": [arrow for arm in seen if (arrow := _step(arm, points)) is not None],
         "hovermode": "closest",
     }
+    note = (
+        f"Filled: median of the trials, with {percent(report.confidence, 0)} intervals where there are at least "
+        f"{INTERVAL_FROM}; open: each trial. Arrows lead to an arm from the one it builds on."
+    )
+    if groups:
+        note += (
+            " Dotted: the frontier. No arm that is shown lies beyond it, with more output at no less speed per user; "
+            "it goes by the medians, so two arms whose intervals overlap may change places. Loads may differ, machine, "
+            "model and lengths may not."
+        )
     left_out = [arm.name for arm in report.arms if arm.name not in points]
-    note = "Filled: median of the trials; open: each trial. Arrows lead to an arm from the one it builds on."
     if left_out:
         note += f" Without both figures, so not drawn: {', '.join(left_out)}."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart("tradeoff", title, note, _table(seen, points), traces, layout, 400)
+    return Chart("tradeoff", title, note, _table(seen, points, bounds, groups), traces, layout, 400)
 
 
-def _point(metrics: Mapping[str, float | None]) -> tuple[float, float] | None:
-    """(tok/s per user, tok/s); None where either does not exist."""
+# --- the frontier -----------------------------------------------------------------------------------------------------
+
+
+def comparable_groups(arms: Sequence[Arm]) -> list[list[Arm]]:
+    """Of each machine, model and kind of traffic the arms that share a frontier, if they are two or more.
+
+    They may differ in their load: arms of other arrivals are other points at which an engine can be run. One whose
+    speed is emulated has no place among them.
+    """
+    groups: list[list[Arm]] = []
+    for arm in arms:
+        if arm.emulated:
+            continue
+        ours = _without_load(arm)
+        group = next((group for group in groups if not incomparable(ours, _without_load(group[0]))), None)
+        if group is None:
+            groups.append([arm])
+        else:
+            group.append(arm)
+    return [group for group in groups if len(group) > 1]
+
+
+def _without_load(arm: Arm) -> dict[str, Any]:
+    """run.json of its first ok trial, as if its requests came in no particular way."""
+    run = arm.ok[0].run
+    workload = run["config"].get("workload")
+    if isinstance(workload, Mapping):
+        workload = {key: value for key, value in workload.items() if key not in ("arrivals", "num_requests")}
+    return {**run, "config": {**run["config"], "workload": workload}, "seed": None}
+
+
+def better(point: Point, others: Mapping[str, Point]) -> list[str]:
+    """Those that are as good in both figures, and better in one."""
+    return [name for name, other in others.items() if other != point and other[0] >= point[0] and other[1] >= point[1]]
+
+
+def _frontier(group: Sequence[Arm], points: Mapping[str, Point]) -> dict[str, Any]:
+    """All points of a group in the order of x: which of them are its edge depends on the arms that are shown, and is
+    found in `report.js`."""
+    ordered = sorted(group, key=lambda arm: points[arm.name])
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "frontier",
+        "x": floats(points[arm.name][0] for arm in ordered),
+        "y": floats(points[arm.name][1] for arm in ordered),
+        "line": {"color": "@muted", "width": 1.4, "dash": "dot", "shape": "vh"},
+        "showlegend": False,
+        "hoverinfo": "skip",
+        "meta": {"frontier": True, "points": [arm.index for arm in ordered]},
+    }
+
+
+# --- the points -------------------------------------------------------------------------------------------------------
+
+
+def _arm(
+    arm: Arm, trials: Sequence[Point], point: Point, bounds: Sequence[Bounds], labelled: bool
+) -> list[dict[str, Any]]:
+    shared = {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name)}
+    return [
+        {
+            **shared,
+            "mode": "markers",
+            "x": floats(x for x, _ in trials),
+            "y": floats(y for _, y in trials),
+            "marker": {"symbol": f"{arm.marker}-open", "size": 7, "color": arm.colour},
+            "opacity": 0.55,
+            "showlegend": False,
+            "hovertemplate": f"%{{fullData.name}}, one trial<br>{BOTH}",
+        },
+        {
+            **shared,
+            "mode": "markers+text" if labelled else "markers",
+            "x": floats([point[0]]),
+            "y": floats([point[1]]),
+            "error_x": error_bars([point[0]], [bounds[0]], arm.colour),
+            "error_y": error_bars([point[1]], [bounds[1]], arm.colour),
+            "text": [label(arm.name, 28) + (" (emulated)" if arm.emulated else "")],
+            "textposition": "top center",
+            "cliponaxis": False,
+            "marker": {
+                "symbol": f"{arm.marker}-open" if arm.emulated else arm.marker,
+                "size": 12,
+                "color": arm.colour,
+            },
+            "hovertemplate": f"%{{fullData.name}}, median<br>{BOTH}",
+        },
+    ]
+
+
+def _point(metrics: Mapping[str, float | None]) -> Point | None:
+    """None where either figure does not exist."""
     itl, rate = metrics.get("itl_s.p50"), metrics.get("output_tokens_per_s")
     if itl is None or rate is None or not 0 < itl < math.inf or not math.isfinite(rate):
         return None
@@ -81,7 +164,7 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     return {"itl_s.p50": itl.get("p50"), "output_tokens_per_s": metrics.get("output_tokens_per_s")}
 
 
-def _step(arm: Arm, points: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
+def _step(arm: Arm, points: Mapping[str, Point]) -> dict[str, Any] | None:
     below = arm.entry["versus"]
     if below not in points or below == arm.name or arm.emulated:
         return None
@@ -93,22 +176,41 @@ def _step(arm: Arm, points: Mapping[str, tuple[float, float]]) -> dict[str, Any]
     }
 
 
-def _room(points: Mapping[str, tuple[float, float]], coordinate: int) -> float:
+def _room(points: Mapping[str, Point], coordinate: int) -> float:
     """An axis end with room for a label above the highest point."""
     highest: float = max(point[coordinate] for point in points.values())
     return round(1.14 * highest, 6)
 
 
-def _table(arms: list[Arm], points: Mapping[str, tuple[float, float]]) -> Table:
+def _table(
+    arms: Sequence[Arm],
+    points: Mapping[str, Point],
+    bounds: Mapping[str, Sequence[Bounds]],
+    groups: Sequence[Sequence[Arm]],
+) -> Table:
+    beyond = {
+        arm.name: better(points[arm.name], {a.name: points[a.name] for a in group}) for group in groups for arm in group
+    }
     rows = []
     for arm in arms:
         rows.append(
             [
                 text_cell(arm.name),
                 arm.cell("output_tokens_per_s", fixed(1)),
+                Cell(bounds_text(bounds[arm.name][1], 1)),
                 arm.cell("itl_s.p50", fixed(1, 1e3)),
                 number_cell(points[arm.name][0], 1),
+                Cell(bounds_text(bounds[arm.name][0], 1)),
+                text_cell(_beaten_by(beyond[arm.name]) if arm.name in beyond else MISSING),
                 number_cell(len(arm.ok), 0),
             ]
         )
-    return Table(("arm", "output tok/s", "ITL p50 (ms)", "tok/s per user", "trials (n)"), rows)
+    columns = ("arm", "output tok/s", "interval (tok/s)", "ITL p50 (ms)", "tok/s per user", "interval (tok/s per user)")
+    return Table((*columns, "beaten by", "trials (n)"), rows)
+
+
+def _beaten_by(names: Sequence[str]) -> str:
+    if not names:
+        return "none: on the frontier"
+    more = f" and {len(names) - NAMED_BETTER} more" if len(names) > NAMED_BETTER else ""
+    return ", ".join(names[:NAMED_BETTER]) + more

@@ -1,0 +1,38 @@
+"""Intervals of what an arm's trials gave, as bars on its point and as text in the table under it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from harness.report.parts import MISSING, floats, number
+from harness.statistics import interval
+
+INTERVAL_FROM = 3  # trials; an interval of two is many times as wide as they are apart
+
+Bounds = tuple[float | None, float | None]  # both None: there is no interval
+
+
+def around(values: Sequence[float], confidence: float) -> Bounds:
+    """Of the centre of the trials' values, by the rules for ratios: of their logarithms."""
+    if len(values) < INTERVAL_FROM or min(values) <= 0:
+        return None, None
+    found = interval([math.log(value) for value in values], confidence)
+    return (None, None) if found is None else (math.exp(found[0]), math.exp(found[1]))
+
+
+def error_bars(medians: Sequence[float | None], bounds: Sequence[Bounds], colour: str) -> dict[str, Any]:
+    """`error_x` or `error_y` of the points at these medians."""
+    pairs = list(zip(medians, bounds, strict=True))
+    above = (None if m is None or high is None else max(0.0, high - m) for m, (_, high) in pairs)
+    below = (None if m is None or low is None else max(0.0, m - low) for m, (low, _) in pairs)
+    return {
+        **{"type": "data", "symmetric": False, "array": floats(above), "arrayminus": floats(below)},
+        **{"color": colour, "thickness": 1.2, "width": 3},
+    }
+
+
+def bounds_text(bounds: Bounds, digits: int) -> str:
+    low, high = bounds
+    return MISSING if low is None or high is None else f"[{number(low, digits)}, {number(high, digits)}]"
