@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from browser import Page
 from open_report import ALL_DRAWN, COMPARED, CURVES, PAPERS, TALL_PX, choose, open_whole, toggle
@@ -16,7 +18,8 @@ from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_many, writ
 from harness.records import decode_numbers, read_json, write_trial
 from harness.report import build
 
-FIRST_CHART_S = 2.0
+FIRST_CHART_S, MOST_LOADS = 2.0, 5
+CORES_OF_ITS_OWN = 1.0  # with less the browser is not on the machine of two cores for which the page is judged
 READ_CELLS = "[...document.querySelectorAll('[data-source]')].map(c => [c.dataset.source, c.dataset.value ?? null])"
 
 
@@ -37,23 +40,39 @@ def test_a_ladder_is_drawn_from_itself_alone_in_both_themes(page: Page, ladder: 
 def test_the_table_and_the_first_chart_are_there_within_two_seconds(
     page: Page, ladder: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """By the page's own clock from the start of its loading; the best of a few, as another process may disturb one.
+    """Wall time, by the page's own clock, from the start of its loading: what its reader waits.
 
-    Where others hold the cores all the time: by the CPU time of the whole browser until then.
+    The best of a few loads counts, since what else runs on the machine can only lengthen one. Nothing but a load of two
+    seconds or less passes. If there is none, and others have left the browser less than one core in every load, then
+    the page was not judged: the test skips and says what it saw. A slow page on a machine that is not full fails.
     """
     seconds: list[float] = []
-    spent: list[float] = []
-    while not seconds or (min(*seconds, *spent) > FIRST_CHART_S and len(seconds) < 5):
-        before = page.cpu_seconds()
+    free: list[float] = []
+    while not seconds or (min(seconds) > FIRST_CHART_S and len(seconds) < MOST_LOADS):
+        began_s, others = time.monotonic(), busy_seconds() - page.cpu_seconds()
         page.open(ladder / "report.html", height=900)
         page.wait_for("performance.getEntriesByName('first chart').length")
-        spent.append(page.cpu_seconds() - before)
+        others = busy_seconds() - page.cpu_seconds() - others
+        free.append(psutil.cpu_count() - others / (time.monotonic() - began_s))
         seconds.append(page.evaluate("performance.getEntriesByName('first chart')[0].startTime / 1000"))
         assert page.evaluate("document.querySelector('table.verdict tbody').offsetHeight") > 100
         assert page.evaluate("document.querySelectorAll('#chart-slots .bars .point').length") > 100
     record_property("first_chart_s", seconds)
-    record_property("cpu_s", spent)
-    assert min(*seconds, *spent) <= FIRST_CHART_S, (seconds, spent)
+    record_property("cores_left_by_others", free)
+    seen = f"loads of {rounded(seconds)} s, with {rounded(free)} cores left by others"
+    if min(seconds) > FIRST_CHART_S and max(free) < CORES_OF_ITS_OWN:
+        pytest.skip(f"the machine is full: {seen}")
+    assert min(seconds) <= FIRST_CHART_S, seen
+
+
+def rounded(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def busy_seconds() -> float:
+    """CPU time of all processes of the machine so far, and what a hypervisor gave to others."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 @pytest.mark.parametrize("num_arms", [0, 1])
@@ -83,7 +102,8 @@ def test_failures_missing_and_endless_values_and_gpus_are_drawn(page: Page, tmp_
     axes = (
         "Object.keys(document.querySelector('#chart-telemetry')._fullLayout).filter(k => k.startsWith('yaxis')).length"
     )
-    assert page.evaluate(axes) == 5  # three of process and host, utilisation and power; what a GPU refused has none
+    # Three of process and host; utilisation, PCIe both ways, power and clocks; what a GPU refused has none.
+    assert page.evaluate(axes) == 8
     assert [page.evaluate(COMPARED)[i] is None for i in range(6)] == [False, True, True, True, False, False]
 
 

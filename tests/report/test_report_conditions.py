@@ -1,11 +1,13 @@
-"""The conditions above the table say what was done to the traffic."""
+"""The conditions above the table say what was done to the traffic, and a badge where an arm's figures come from."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from simulated_run import write_run
+from simulated_run import ArmPlan, write_measured, write_plan, write_run
 
+from harness.report import build
 from harness.report.charts.provenance import conditions
 from harness.report.data import load
 
@@ -39,3 +41,12 @@ def test_an_adaptive_study_says_how_many_trials_it_took_and_by_which_rule(tmp_pa
     assert dict(conditions(report))["trials"] == said
     report.record.plan["trials"] = 1
     assert dict(conditions(report))["trials"].endswith("98 % intervals; stopped by the limit")
+
+
+def test_a_badge_says_where_an_arms_figures_come_from(tmp_path: Path) -> None:
+    plans = (ArmPlan("ran"), ArmPlan("modelled"), ArmPlan("rounded", emulated=("by hand",)), ArmPlan("nothing"))
+    write_plan(tmp_path, plans, 1, 5)
+    for plan in plans[:3]:
+        write_measured(tmp_path, "ladder", plan, 0, 5, clock="virtual" if plan.name == "modelled" else "real")
+    badges = re.findall(r'</i>(\w+)</span><span class="badge (\w+)">', build(tmp_path).read_text("utf-8"))
+    assert badges == [("ran", "measured"), ("modelled", "simulated"), ("rounded", "emulated"), ("nothing", "not_run")]
