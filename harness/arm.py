@@ -161,9 +161,12 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
     if draft is not None and draft.shape.vocab_size != source.shape.vocab_size:
         sizes = f"{draft.shape.vocab_size} tokens, the target {source.shape.vocab_size}"
         reasons.append(f"proposer.model={draft.name} has a vocabulary of {sizes}: must be the same")
+    drafts = locate(config["proposer"]) if uses_proposer(config) and not is_foreign(config) else None
     if has_workers(config):
-        topology = config["topology"]
-        whys = locate(topology).validate(describe_arm(config, source))
+        topology, whole = config["topology"], describe_arm(config, source)
+        whys = locate(topology).validate(whole)
+        if drafts is not None:  # a worker's own arm does not tell that there are others
+            reasons += [f"proposer={config['proposer']['name']}: {why}" for why in drafts.validate(whole)]
         if whys:  # without them there is no telling what each worker would be
             return reasons + [f"topology={topology['name']}: {why}" for why in whys]
     models = [(source.shape, weight_bits(config["precision"]))]
@@ -172,11 +175,16 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
     workers = worker_configs(config)
     for worker in workers.values():
         arm = describe_arm(worker, source)
-        if draft is not None:  # its K/V lies in the same blocks, so that the target's is only a part of the budget
-            own, extra = (shape.kv_bytes_per_token(arm.element_bytes) for shape in (source.shape, draft.shape))
-            arm = replace(arm, kv_budget_bytes=arm.kv_budget_bytes * own // (own + extra))
+        # What drafting keeps lies in the same blocks, so that the target's K/V is only a part of the budget.
+        own, extra = source.shape.kv_bytes_per_token(arm.element_bytes), 0
+        if draft is not None:
+            extra += draft.shape.kv_bytes_per_token(arm.element_bytes)
+        if drafts is not None:
+            extra += drafts.kv_bytes_per_token(source.shape, arm.element_bytes)
+        arm = replace(arm, kv_budget_bytes=arm.kv_budget_bytes * own // (own + extra))
         reasons += [why for why in validate_axes(arm) if why not in reasons]
     rows = int(config["batching"].get("max_num_batched_tokens") or max(2048, length))
     budget, device = int(config["kv_cache"]["budget_bytes"]), str(config["device"]["name"])
-    lacking = does_not_fit(models * len(workers), budget, rows, device)
+    heads = 0 if drafts is None else drafts.expected_weights_bytes(describe_arm(config, source)) * len(workers)
+    lacking = does_not_fit(models * len(workers), budget, rows, device, heads)
     return reasons + ([lacking] if lacking else [])

@@ -46,7 +46,7 @@ class ResidentModel:
     """A model as it lies in memory, as far as a forward's cost depends on it. Sizes in bytes.
 
     weights_bytes: all that is resident; table_bytes: the head; lookup_bytes: an embedding table beside it, of which a
-    step reads a few rows.
+    step reads a few rows. row_parameters, observe_parameters: as `DraftHead` has them; None: those of all projections.
     """
 
     shape: ModelShape
@@ -54,6 +54,8 @@ class ResidentModel:
     table_bytes: int
     lookup_bytes: int
     kv_bytes_per_token: int
+    row_parameters: int | None = None
+    observe_parameters: int = 0
 
 
 def linear_parameters(shape: ModelShape) -> int:
@@ -83,14 +85,17 @@ def resident_models(engine: Engine, kv_element_bytes: int) -> dict[str, Resident
     """The engine's models under the names that a proposer calls them by: `target` and, where there is one, `draft`, or
     the proposer's own `head`."""
 
-    def resident(model: CausalLM | DraftHead) -> ResidentModel:
+    def resident(model: CausalLM | DraftHead, *parameters: int) -> ResidentModel:
         kv_bytes = model.shape.kv_bytes_per_token(kv_element_bytes)
-        return ResidentModel(model.shape, model.weights_bytes, model.head_bytes, model.lookup_bytes, kv_bytes)
+        sizes = model.weights_bytes, model.head_bytes, model.lookup_bytes, kv_bytes
+        return ResidentModel(model.shape, *sizes, *parameters)
 
     executors = {"target": engine.executor, "draft": engine.draft_executor}
     models = {name: resident(executor.model) for name, executor in executors.items() if executor is not None}
     head = None if engine.proposer is None else engine.proposer.head
-    return models if head is None else {**models, "head": resident(head)}
+    if head is not None:
+        models["head"] = resident(head, head.row_parameters, head.observe_parameters)
+    return models
 
 
 def forward_cost(
@@ -111,11 +116,20 @@ def forward_cost(
     shape, rows = model.shape, sum(query_lens)
     layers = shape.num_layers if num_layers is None else min(num_layers, shape.num_layers)
     pairs = attended_positions(query_lens, kv_lens)
-    per_layer = 2 * rows * linear_parameters(shape) // shape.num_layers + 4 * pairs * shape.num_heads * shape.head_dim
+    parameters = linear_parameters(shape) if model.row_parameters is None else model.row_parameters
+    per_layer = 2 * rows * parameters // shape.num_layers + 4 * pairs * shape.num_heads * shape.head_dim
     flops = layers * per_layer + 2 * num_logits_rows * head_parameters(shape)
     in_layers = model.weights_bytes - model.table_bytes - model.lookup_bytes
     in_layers += (sum(kv_lens) + rows) * model.kv_bytes_per_token + 2 * gathered_bytes
     return StepCost(flops, in_layers * layers // shape.num_layers + model.table_bytes)
+
+
+def observe_cost(head: ResidentModel, rows: int) -> StepCost:
+    """What a draft head computes for each row of the target's step: its keys and values, from the target's states."""
+    if not head.row_parameters or not head.observe_parameters:
+        return StepCost(0, 0)
+    weights = (head.weights_bytes - head.table_bytes) * head.observe_parameters // head.row_parameters
+    return StepCost(2 * rows * head.observe_parameters, weights + rows * head.kv_bytes_per_token)
 
 
 def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepCost:
@@ -143,6 +157,8 @@ def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepC
         )
         for draft in stats.draft_forwards
     ]
+    if "head" in models:
+        costs.append(observe_cost(models["head"], sum(stats.query_lens)))
     return StepCost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
 
 
@@ -162,15 +178,15 @@ def _cuda_memory() -> tuple[int, int]:
 
 
 def does_not_fit(
-    models: Sequence[tuple[ModelShape, float]], kv_bytes: int, activation_rows: int, device: str
+    models: Sequence[tuple[ModelShape, float]], kv_bytes: int, activation_rows: int, device: str, head_bytes: int = 0
 ) -> str | None:
     """The reason why weights, cache and activations cannot lie in the device's memory; None if they can.
 
     models: (shape, bits of a layer's weight) of each that is resident, the target first; ``kv_bytes`` holds the K/V of
-    all of them. They run one after another, so the widest one's activations count.
+    all of them. They run one after another, so the widest one's activations count. head_bytes: of draft heads.
     """
     activations = max(4 * activation_rows * 2 * (shape.hidden_size + shape.intermediate_size) for shape, _ in models)
-    needed = sum(weights_bytes(*model) for model in models) + kv_bytes + activations
+    needed = sum(weights_bytes(*model) for model in models) + head_bytes + kv_bytes + activations
     has = memory_total_bytes(device)
     return None if needed <= has else f"needs {needed / 1e9:.0f} GB, has {has / 1e9:.0f} GB"
 

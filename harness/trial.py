@@ -38,13 +38,16 @@ class Progress:
     output_tokens: int = 0
     finished: int = 0
     requests: int = 0
+    samples: int = 1  # of each request
+    ended: int = 0  # of them all
 
     def count(self, result: StepResult) -> None:
         ran = result.stats is not None or bool(result.emissions)
         self.steps += ran
         self.waits += not ran
         self.output_tokens += sum(len(e.token_ids) for e in result.emissions)
-        self.finished += sum(e.finish_reason is not None for e in result.emissions)
+        self.ended += sum(e.finish_reason is not None for e in result.emissions)
+        self.finished = self.ended // self.samples
 
 
 def closing(function: Callable[Concatenate[ExitStack, P], T]) -> Callable[P, T]:
@@ -110,6 +113,7 @@ def run_trial(
     warmed, roof = system.warm_up(stream, tick), system.peaks()
     initial = stream.initial()
     progress.phase, progress.requests = "measuring", stream.num_requests
+    progress.samples = max((request.sampling.n for request in initial), default=1)
     seen = observe(system, stream, initial, clock, options, on_step=on_step, should_stop=should_stop)
     described |= {"host_before": load_before, "host_after": host_load(), "workload": stream.provenance}
     progress.phase = "finishing"

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import psutil
 
+from harness.equivalence import inexact
 from harness.errors import one_line
 from harness.limits import Peaks
 from harness.metrics import compute_metrics, request_latencies
@@ -73,6 +74,7 @@ def record_of(
         "limits": {"flops_per_s": roof.flops_per_s, "bytes_per_s": roof.bytes_per_s, "source": roof.source},
         "validity": warnings
         + (unnatural_prompts(config["workload"]) if system.speculation else [])
+        + not_exact(config)
         + busy_host(described["host_before"]["cpu_percent"], seen.telemetry, window, psutil.cpu_count() or 1)
         + system.notes(seen.requests, seen.steps)
         + after.trouble
@@ -107,6 +109,12 @@ def transfers(requests: pd.DataFrame) -> dict[str, float | None]:
     """Bytes and seconds of all keys and values that one worker copied from another; null where none did."""
     names = ("kv_transfer_bytes", "kv_transfer_s")
     return {name: float(requests[name].sum()) if requests[name].notna().any() else None for name in names}
+
+
+def not_exact(config: Mapping[str, Any]) -> list[str]:
+    """For an arm whose decoding changes what its model says."""
+    why = inexact(config)
+    return [] if why is None else [f"not exact: {why}"]
 
 
 def unnatural_prompts(workload: Mapping[str, Any]) -> list[str]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from torch import Tensor
 
 from impls.decoding import sampler, verifier
 from impls.decoding.draft_length import AdaptiveDraftLength
 from impls.decoding.synthetic_acceptance import accept_at_rate
+from impls.decoding.typical_acceptance import accept_typical
 from impls.request import Sequence
 from impls.seams import Arm, DecodeCosts, Decoder, DraftTokens
 
 DRAFT_LENGTHS = ("fixed", "adaptive")
+ACCEPTANCE = ("exact", "typical")
+EPSILON, DELTA = 0.09, 0.3  # as Medusa's own code has them
 
 
 class SpeculativeDecoder(Decoder):
-    """Exact rejection sampling of drafts; greedy and sampled sequences may share a batch, with 0 to k drafts each.
+    """Rejection sampling of drafts; greedy and sampled sequences may share a batch, with 0 to k drafts each.
 
-    acceptance_rate: None verifies exactly. A number lets each draft stand with that probability instead, whatever the
+    acceptance: ``exact`` leaves the target's distribution as it is (`verifier`); ``typical`` is Medusa's rule for
+    sampled requests, by ``epsilon`` and ``delta``, which does not (`typical_acceptance`).
+    acceptance_rate: None verifies. A number lets each draft stand with that probability instead, whatever the
     target says: for synthetic weights only, and labelled in ``emulated``.
     draft_length: ``fixed`` asks for all the drafts that the proposer may give; ``adaptive`` for as many of them, or
     none, as are expected to pay (`AdaptiveDraftLength`).
@@ -27,8 +33,18 @@ class SpeculativeDecoder(Decoder):
 
     uses_proposer = True
 
-    def __init__(self, *, vocab_size: int, acceptance_rate: float | None = None, draft_length: str = "fixed") -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        acceptance: str = "exact",
+        epsilon: float = EPSILON,
+        delta: float = DELTA,
+        acceptance_rate: float | None = None,
+        draft_length: str = "fixed",
+    ) -> None:
         self.vocab_size = vocab_size
+        self._typical = (epsilon, delta) if acceptance == "typical" else None
         self.acceptance_rate = acceptance_rate
         self._adaptive = AdaptiveDraftLength() if draft_length == "adaptive" else None
         self.emulated = None if acceptance_rate is None else f"acceptance rate set to {acceptance_rate:g}"
@@ -40,7 +56,15 @@ class SpeculativeDecoder(Decoder):
         rate, draft_length = own.get("acceptance_rate"), own.get("draft_length", "fixed")
         if draft_length not in DRAFT_LENGTHS:
             reasons.append(f"decoding.draft_length={draft_length} must be one of {', '.join(DRAFT_LENGTHS)}")
+        acceptance = own.get("acceptance", "exact")
+        epsilon, delta = own.get("epsilon", EPSILON), own.get("delta", DELTA)
+        if acceptance not in ACCEPTANCE:
+            reasons.append(f"decoding.acceptance={acceptance} must be one of {', '.join(ACCEPTANCE)}")
+        if not (0 < epsilon < 1 and delta > 0):
+            reasons.append(f"decoding.epsilon={epsilon}, delta={delta}: 0 < epsilon < 1 and 0 < delta are needed")
         if rate is not None:
+            if acceptance != "exact":
+                reasons.append(f"decoding.acceptance_rate decides alone: not with decoding.acceptance={acceptance}")
             if not 0 <= rate <= 1:
                 reasons.append(f"decoding.acceptance_rate={rate} must lie in [0, 1]")
             model = arm.axes.get("model", {})
@@ -51,6 +75,14 @@ class SpeculativeDecoder(Decoder):
         if num_draft_tokens < 1:
             reasons.append(f"decoding=speculative needs proposer.num_draft_tokens >= 1, not {num_draft_tokens}")
         return reasons
+
+    @classmethod
+    def inexact(cls, options: Mapping[str, Any]) -> str | None:
+        if (rate := options.get("acceptance_rate")) is not None:
+            return f"each draft stands with probability {rate:g}"
+        if options.get("acceptance", "exact") == "typical":
+            return "typical acceptance of drafts; at a temperature above 0 the output is not the target's distribution"
+        return None
 
     def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
         """Accepted drafts, then one recovered or bonus token. Raises NonFiniteLogitsError (see `sampler.target_ids`),
@@ -70,9 +102,15 @@ class SpeculativeDecoder(Decoder):
             rows = [row for i in sampled for row in range(starts[i], starts[i] + len(sequences[i].draft_token_ids) + 1)]
             params = [seq.request.sampling for seq in part for _ in range(len(seq.draft_token_ids) + 1)]
             own = logits if len(rows) == logits.shape[0] else logits[rows]
-            verification = verifier.RandomVerification(part, sampler.distribution(own, params), drafts)
-            counts = verification.accept() if self.acceptance_rate is None else [accepted[i] for i in sampled]
-            for i, count, token in zip(sampled, counts, verification.final_tokens(counts), strict=True):
+            probs = sampler.distribution(own, params)
+            if self._typical is not None:
+                counts = accept_typical(part, probs, *self._typical)
+                tokens = [target[starts[i] + count] for i, count in zip(sampled, counts, strict=True)]
+            else:
+                verification = verifier.RandomVerification(part, probs, drafts)
+                counts = verification.accept() if self.acceptance_rate is None else [accepted[i] for i in sampled]
+                tokens = verification.final_tokens(counts)
+            for i, count, token in zip(sampled, counts, tokens, strict=True):
                 accepted[i], last[i] = count, token
         if self._adaptive is not None:
             for seq, count in zip(sequences, accepted, strict=True):

@@ -30,6 +30,14 @@ class HeadFile:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
         return {name: each.long() if name == "token_ids" else each.float() for name, each in found.items()}
 
+    def size(self, name: str) -> tuple[int, ...]:
+        """A tensor's, without reading it. ModelError, one line, if there is none of that name."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                return tuple(file.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ModelError(f"{self.path}: {error}") from error
+
 
 def find_head(kind: str, path: str | None, fingerprint: str) -> HeadFile:
     """The head of ``kind`` in the file ``path`` (None: among those that come with the project) for this target.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from impls.models.ops import add_rms_norm, rms_norm, rotate, silu_and_mul
 from impls.models.rope import inverse_frequencies, rotary_tables
+from impls.models.trained_head import TrainedHead
 from impls.seams import LayerAttention, LinearMethod, ModelShape, PackedLinear
 
 LAYER = "model.layers.0."
 
 
-class EagleHead:
+class EagleHead(TrainedHead):
     """Row s reads the embedding of token s and the hidden state of s - 1 (zeros before the first), and gives hidden
-    state s; the target's own head rows turn that into logits of the tokens in ``token_ids``, a part of the vocabulary.
+    state s; the target's own head rows turn that into logits.
 
     So what row s stores depends on tokens 0..s and nothing after them, as a target's keys and values do.
     """
@@ -31,10 +30,9 @@ class EagleHead:
         method: LinearMethod,
         device: torch.device,
     ) -> None:
-        """tensors: FP32 by name, with ``token_ids`` and their rows of the target's head as ``lm_head.weight``."""
-        self.token_ids = tensors["token_ids"].to(device)
-        self.shape = replace(target, num_layers=1, vocab_size=len(self.token_ids), tie_embeddings=True)
-        self.method, self._embed = method, embed
+        """tensors: the layer's by name, and what `TrainedHead` reads. embed: the target's."""
+        super().__init__(tensors, target, method, device)
+        self._embed = embed
         self._inverse_frequencies = inverse_frequencies(target).to(device)
 
         def packed(*names: str) -> PackedLinear:
@@ -47,24 +45,24 @@ class EagleHead:
         self._fc, self._q, self._o = packed("fc"), packed(f"{attention}q_proj"), packed(f"{attention}o_proj")
         self._kv = packed(f"{attention}k_proj", f"{attention}v_proj")
         self._gate_up, self._down = packed(f"{mlp}gate_proj", f"{mlp}up_proj"), packed(f"{mlp}down_proj")
-        self._head = packed("lm_head")
         self._embedding_norm, self._hidden_norm = norm("embedding_norm"), norm("hidden_norm")
         self._input_norm, self._norm = norm(f"{LAYER}input_layernorm"), norm("model.norm")
         self._post_attention_norm = norm(f"{LAYER}post_attention_layernorm")
 
     @property
     def weights_bytes(self) -> int:
-        linears = (self._fc, self._q, self._kv, self._o, self._gate_up, self._down, self._head)
+        linears = (self._fc, self._q, self._kv, self._o, self._gate_up, self._down, self._lm_head)
         norms = (self._embedding_norm, self._hidden_norm, self._input_norm, self._post_attention_norm, self._norm)
         return sum(each.num_bytes() for each in linears) + sum(each.nbytes for each in norms)
 
     @property
-    def head_bytes(self) -> int:
-        return self._head.num_bytes()
+    def row_parameters(self) -> int:
+        linears = (self._fc, self._q, self._kv, self._o, self._gate_up, self._down)
+        return sum(each.in_features * each.out_features for each in linears)
 
     @property
-    def lookup_bytes(self) -> int:
-        return 0  # embeddings are the target's
+    def observe_parameters(self) -> int:
+        return sum(each.in_features * each.out_features for each in (self._fc, self._kv))
 
     def _input(self, input_ids: Tensor, hidden_before: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream of rows [T] and its norm, [T, hidden] each."""
@@ -95,14 +93,3 @@ class EagleHead:
         h = add_rms_norm(x, method.apply(attended, self._o), self._post_attention_norm, shape.rms_norm_eps)
         h = silu_and_mul(method.apply(h, self._gate_up))
         return add_rms_norm(x, method.apply(h, self._down), self._norm, shape.rms_norm_eps)
-
-    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """[R, hidden] to FP32 [R, vocab_size]: -inf for what is never drafted."""
-        reduced = self.method.apply(hidden, self._head).float()
-        return torch.full((hidden.shape[0], vocab_size), -torch.inf, device=hidden.device).index_copy_(
-            1, self.token_ids, reduced
-        )
-
-
-def reduced_head(head: Tensor, token_ids: Tensor) -> Tensor:
-    return F.embedding(token_ids, head)

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from impls.request import Sequence
+from impls.request import Request, Sequence
 from impls.seams.arm import Arm, ModelShape
 from impls.seams.attention import AttentionBackend, LayerCache, StepBatch
 from impls.seams.execution import CausalLM
@@ -56,6 +56,11 @@ class Decoder(ABC):
     def validate(cls, arm: Arm) -> list[str]:
         return []
 
+    @classmethod
+    def inexact(cls, options: Mapping[str, Any]) -> str | None:
+        """Why the output, with these options, is not what the target alone would give; None: it is."""
+        return None
+
     @abstractmethod
     def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
         """The new tokens of each sequence: its accepted drafts, then one recovered or bonus token (at least one).
@@ -64,6 +69,14 @@ class Decoder(ABC):
         row j is the target's distribution of position ``num_tokens + j``. Tokens past a stop token or ``max_tokens``
         are the engine's to cut.
         """
+
+    def sample(self, requests: Seq[Request], positions: Seq[int], logits: Tensor) -> Tensor:
+        """Without drafts, `decode` where the logits are: int64 [R], the token of each row, -1 where its logits are not
+        finite. Steps that overlap need it, and only they: a decoder that verifies drafts has no such form.
+
+        positions: of the tokens, in their sequences.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be overlapped")
 
     def draft_lengths(self, most: Mapping[str, int]) -> Mapping[str, int]:
         """How many drafts each sequence that decodes next gets, at most ``most[id]``; called once a step.
@@ -109,9 +122,19 @@ class LayerStorage(Protocol):
 
 
 class DraftHead(Protocol):
-    """What the cost of a head's forward depends on; as `CausalLM` has them."""
+    """What the cost of a head's forward depends on; as `CausalLM` has them.
+
+    row_parameters: weights that a row passes through before its logits; observe_parameters: those that every row of the
+    target's own step passes through in `Proposer.observe`.
+    """
 
     shape: ModelShape
+
+    @property
+    def row_parameters(self) -> int: ...
+
+    @property
+    def observe_parameters(self) -> int: ...
 
     @property
     def weights_bytes(self) -> int: ...
@@ -155,6 +178,11 @@ class Proposer(ABC):
     @classmethod
     def kv_bytes_per_token(cls, shape: ModelShape, element_bytes: int) -> int:
         """What it keeps for each position in the blocks, beside a draft model's K/V; of a target of that shape."""
+        return 0
+
+    @classmethod
+    def expected_weights_bytes(cls, arm: Arm) -> int:
+        """Of weights that `attach` will load, beside a draft model's: to be known before anything is built."""
         return 0
 
     def attach(self, resources: DraftResources) -> int:

@@ -1,7 +1,7 @@
 """Trains the draft heads on what `generate` wrote, and keeps the best on held-out passages in one small file.
 
-    python -m scripts.draft_heads.train --kind eagle --steps 900
-    python -m scripts.draft_heads.train --kind medusa --steps 300
+    python -m scripts.draft_heads.train --kind eagle --out eagle.safetensors --steps 900
+    python -m scripts.draft_heads.train --kind medusa --out medusa.safetensors --unroll 4 --steps 900
 
 The loss is the cross-entropy to the target's own distribution over the draft vocabulary (exact: its head on the stored
 hidden states), plus, for EAGLE, a smooth L1 distance to those states; both at every step of an unrolled draft. The
@@ -167,10 +167,14 @@ def save(path: Path, module: EagleHead | MedusaHeads, token_ids: Tensor, about: 
 
 
 @torch.no_grad()
-def restore(module: EagleHead | MedusaHeads, path: Path) -> None:
-    """What `save` wrote; the optimizer starts anew."""
+def restore(module: EagleHead | MedusaHeads, token_ids: Tensor, path: Path) -> None:
+    """What `save` wrote; the optimizer starts anew. ValueError if it drafts other tokens, or is of another size."""
     found = load_file(path)
+    if not torch.equal(found["token_ids"].long(), token_ids):
+        raise ValueError(f"{path} has another draft vocabulary: the same shards and --vocabulary are needed to go on")
     for name, tensor in module.tensors().items():
+        if name not in found or found[name].shape != tensor.shape:
+            raise ValueError(f"{path} has no {name} {list(tensor.shape)}: it is of another kind or --unroll")
         tensor.copy_(found[name])
 
 
@@ -216,7 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     teacher = Teacher(head, token_ids)
     module = new_module(chosen.kind, source.shape, weights[FINAL_NORM], chosen.unroll, chosen.seed)
     if chosen.start:
-        restore(module, chosen.start)
+        try:
+            restore(module, token_ids, chosen.start)
+        except ValueError as error:
+            parser.error(str(error))
     generated = sum(len(s.tokens) - s.num_prompt_tokens for s in sequences)
     about = {
         "kind": chosen.kind,

@@ -143,3 +143,20 @@ def test_passages_are_natural_distinct_and_some_are_held_out() -> None:
     assert len({p.text for p in passages}) == len(passages) > 1000
     assert 0.03 < held_out / len(passages) < 0.1
     assert {p.kind for p in passages} == {"prose", "code"}
+
+
+def test_going_on_from_a_file_needs_its_draft_vocabulary_and_its_size(tmp_path: Path) -> None:
+    module = training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 2, seed=0)
+    with torch.no_grad():
+        module.tensors()["weight"].fill_(0.25)
+    out, token_ids = tmp_path / "head.safetensors", torch.arange(7)
+    training.save(out, module, token_ids, {"kind": "medusa"})
+    again = training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 2, seed=1)
+    training.restore(again, token_ids, out)
+    assert torch.equal(again.tensors()["weight"], module.tensors()["weight"])
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        training.restore(again, token_ids + 1, out)
+    with pytest.raises(ValueError, match="another kind or --unroll"):
+        training.restore(training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), token_ids, out)
+    with pytest.raises(ValueError, match="another kind or --unroll"):
+        training.restore(training.new_module("eagle", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), token_ids, out)

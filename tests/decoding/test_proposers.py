@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impls.decoding.counter_random import Purpose
-from impls.decoding.proposers import chained
+from impls.decoding.proposers import draft_sampler
 from impls.decoding.proposers.draft_model import DraftModelProposer
 from impls.decoding.proposers.layer_skip import LayerSkipProposer
 from impls.decoding.proposers.ngram import NgramProposer
@@ -244,8 +244,8 @@ def test_sampled_drafts_use_the_drafts_noise(monkeypatch: pytest.MonkeyPatch) ->
     batch = sequences(50, temperature=3.0)
     k = {seq.seq_id: 1 for seq in batch}
     own = [d.token_ids for d in draft_model().propose(batch, k, CachedRunner(batch, 2)).values()]
-    keys = chained.position_keys
-    monkeypatch.setattr(chained, "position_keys", lambda r, p, _, d: keys(r, p, Purpose.SAMPLE, d))
+    keys = draft_sampler.position_keys
+    monkeypatch.setattr(draft_sampler, "position_keys", lambda r, p, _, d: keys(r, p, Purpose.SAMPLE, d))
     assert own != [d.token_ids for d in draft_model().propose(batch, k, CachedRunner(batch, 2)).values()]
 
 
