@@ -155,6 +155,11 @@ MANY = requests_of(24, output=20)
 TWO_TO_ONE = (*OVER, "topology.prefill.workers=2")
 
 
+def _known(engine: Engine) -> dict[str, int]:
+    """How many positions of each prompt another one would not have to compute."""
+    return {request.request_id: engine.kv.num_cached_tokens(request.prompt_token_ids) for request in MANY}
+
+
 OTHERS = {f"r{i}" for i in range(1, len(MANY), 2)}  # what the second of two prefill workers gets
 
 
@@ -190,7 +195,7 @@ def test_kill_9_of_a_prefill_worker_while_it_is_asked_fails_what_it_had_alone(ta
     assert set(late.ends.values()) == {"length"}
 
 
-@pytest.mark.parametrize("target", [(*TWO_TO_ONE, "topology.transfer_timeout_s=1")], indirect=True)
+@pytest.mark.parametrize("target", [(*TWO_TO_ONE, "topology.transfer_timeout_s=1", "prefix=radix")], indirect=True)
 def test_a_prefill_worker_that_stands_still_fails_what_it_had_alone(target: Any) -> None:
     pid = target.pid_of["prefill0"]
     signals: list[int] = []
@@ -209,6 +214,8 @@ def test_a_prefill_worker_that_stands_still_fails_what_it_had_alone(target: Any)
     assert found.errors and all("from worker prefill0: Timed out waiting 1000ms" in e for e in found.errors.values())
     assert found.ends.keys() == {request.request_id for request in MANY} and not found.errors.keys() & OTHERS
     assert target.call(_held) == [0, 0, 0]
+    known = target.call(_known)[-1]
+    assert not any(known[name] for name in found.errors), "the decode worker would share what it never got"
 
 
 @pytest.mark.slow

@@ -94,10 +94,10 @@ def test_a_worker_that_stands_still_is_a_hang_and_is_killed_with_its_trial(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = shared_memory()
     arms = 'study.arms={stuck:{set:["topology=disaggregated"]},well:{set:["topology=disaggregated"]}}'
-    command = [*ARM, arms, "study.stall_s=20", f"run_dir={tmp_path / 'run'}"]
+    command = [*ARM, arms, "study.stall_s=60", f"run_dir={tmp_path / 'run'}"]
     assert main(command, launch=blocks, finish=lambda run_dir, plan: []) == 1
     (reason,) = read_trial(tmp_path / "run/stuck/0").run["reasons"]
-    assert reason.startswith("hang: no step for 20 s (study.stall_s) while measuring, after ")
+    assert reason.startswith("hang: no step for 60 s (study.stall_s) while measuring, after ")
     assert read_trial(tmp_path / "run/well/0").run["status"] == "ok"
     assert gone(json.loads((tmp_path / "workers.json").read_text()))
     assert shared_memory() <= before
