@@ -24,6 +24,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(path.is_relative_to(HERE) for path in asked) else True
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Which processor, not whose."""
+    machine_info.pop("node", None)
+
+
 def best_seconds(benchmark: Any) -> float | None:
     """The fastest round of what `benchmark` just timed; None with --benchmark-disable."""
     return None if benchmark.stats is None else float(benchmark.stats.stats.min)

@@ -1,8 +1,9 @@
 """Scheduler and allocator: a decode step should cost at most 50 us + 2 us a sequence.
 
-Timed in CPU time of the thread, with garbage collection off as in a measured window. That target is recorded beside
-each figure. What fails a test is relative: a step may cost so many times a bare loop over the same sequences, timed in
-turns with it, so that neither a slow nor a busy machine turns it red, and twice the work does.
+Timed in CPU time of the thread, with garbage collection off as in a measured window; the best of 64 steps. Two things
+fail a test. A step beyond `ALLOWED` times that target: the figure beside the target itself is in the record. And one
+that costs more than so many times a bare loop over the same sequences, timed in turns with it, so that neither a slow
+nor a busy machine turns it red, and twice the work does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.benchmark(timer=time.thread_time, disable_gc=True)
 SEQUENCES = [1, 256, 4096]
 PROMPT, BLOCK, MAX_MODEL_LEN = 30, 16, 512
 STEPS = 64  # in which every table grows by four blocks
+ALLOWED = 3.0  # times the target, for a machine that is slow and busy
 DECODE_LOOPS, STATIC_LOOPS = 4.5, 5.5  # measured: 2.4 to 3.2 and 2.9 to 4.2, on two cores shared by nine processes
+DRAFTING_LOOPS = 9.0  # the same step with 4 drafts for every sequence: 2.3 to 6.7
 FIXED = 25  # sequences' worth that a step may cost without any: the target's 50 us / 2 us
 
 
@@ -50,18 +53,19 @@ class Judge:
             total += found[seq_id]
         self._loop_s.append((time.thread_time() - start) / len(self._ids))
 
-    def verdict(self, benchmark: Any, count: int, most_loops: float) -> bool:
-        """Whether a step over ``count`` sequences costs no more than it may; its figures go to the record."""
+    def check(self, benchmark: Any, count: int, most_loops: float) -> None:
+        """A step over ``count`` sequences costs no more than it may; its figures go to the record."""
         best = best_seconds(benchmark)
         if best is None:
-            return True
+            return
         rounds = zip(benchmark.stats.stats.data, self._loop_s, strict=True)
         loops = median(step_s / (loop_s * (count + FIXED)) for step_s, loop_s in rounds)
         target_s = 50e-6 + 2e-6 * count
         benchmark.extra_info.update(
             target_s=target_s, within_target=best < target_s, bare_loop_s=min(self._loop_s) * count, loops=loops
         )
-        return loops < most_loops
+        assert best < ALLOWED * target_s, f"{1e6 * best:.0f} us a step, wanted {1e6 * target_s:.0f}"
+        assert loops < most_loops
 
 
 def paged(num_tokens: int) -> PagedCache:
@@ -120,7 +124,7 @@ def test_decode_step(benchmark: Any, count: int, drafts: int) -> None:
     blocks = -(-(PROMPT + done + drafts) // BLOCK)
     assert kv.num_blocks - kv.num_free_blocks == count * blocks
     benchmark.extra_info.update(steps=done, tokens=sum(s.total_tokens for s in steps[1:]), blocks=count * blocks)
-    assert judge.verdict(benchmark, count, DECODE_LOOPS) or drafts
+    judge.check(benchmark, count, DRAFTING_LOOPS if drafts else DECODE_LOOPS)
 
 
 @pytest.mark.parametrize("count", SEQUENCES)
@@ -168,7 +172,7 @@ def test_static_step(benchmark: Any, count: int) -> None:
     assert all(step.total_tokens == count for step in steps[1:])
     assert kv.num_free_blocks == 0
     benchmark.extra_info.update(steps=len(steps) - 1, blocks=count)
-    assert judge.verdict(benchmark, count, STATIC_LOOPS)
+    judge.check(benchmark, count, STATIC_LOOPS)
 
 
 @pytest.mark.parametrize("count", SEQUENCES)

@@ -12,7 +12,7 @@ import pytest
 from golden import FixedStream, request
 
 import harness.observe
-from harness.drive import RealClock
+from harness.drive import RealClock, drive
 from harness.metrics import Window, energy_joules
 from harness.observe import LEAD_S, Observed, observe
 from harness.telemetry.options import TelemetryOptions
@@ -72,8 +72,14 @@ def seen() -> Iterator[Observed]:
         config={"device": {"name": "cuda"}}, target=OneStep(clock), pids=(), memory=Memory(), step_cost=None
     )
     stream: Any = FixedStream([request(str(i), 1, 1, at) for i, at in enumerate(ARRIVALS)])
+
+    def begins_in_the_window(*arguments: Any, **options: Any) -> bool:
+        assert clock.now() >= 0
+        return drive(*arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.observe, "gpu_source", Meter)
+        patch.setattr(harness.observe, "drive", begins_in_the_window)
         yield observe(
             system,
             stream,
