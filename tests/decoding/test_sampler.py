@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,15 @@ def test_a_temperature_that_is_zero_in_fp32_is_the_argmax_too() -> None:
     assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
+@pytest.fixture(scope="module", params=["in one pass", "in blocks"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways of `argmax`, on rows that a test can afford."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_FEW_LOGITS", 1 << 16 if request.param == "in one pass" else 0)
+        yield
+
+
+@pytest.mark.usefixtures("way")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 2**31))
 def test_argmax_takes_the_lowest_of_equals(vocab: int, seed: int) -> None:
@@ -91,6 +102,7 @@ def test_argmax_takes_the_lowest_of_equals(vocab: int, seed: int) -> None:
     assert sampler.argmax(logits).tolist() == np.argmax(logits.numpy(), axis=1).tolist()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [4, 128, 300])
 @pytest.mark.parametrize("at", [0, -1])
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -100,6 +112,7 @@ def test_an_unsound_row_is_flagged_wherever_it_is_unsound(vocab: int, at: int, v
     assert sampler.argmax(logits).tolist() == [0, -1, 0]
 
 
+@pytest.mark.usefixtures("way")
 def test_nothing_but_minus_infinity_is_unsound() -> None:
     assert sampler.argmax(torch.full((1, 200), -INF)).tolist() == [-1]
     assert sampler.argmax(torch.tensor([[-INF, 0.0, -INF]])).tolist() == [1]
