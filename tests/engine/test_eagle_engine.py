@@ -39,7 +39,7 @@ def test_greedy_tokens_are_those_without_drafts(case: str, kind: str, tmp_path: 
 
 
 def reference(head: EagleHead, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
-    """Logits of every row from one causal pass over the whole sequence; states: [n - 1, hidden] of the target."""
+    """Predicted states of every row from one causal pass over the whole sequence; states: [n - 1, hidden]."""
     shape = head.shape
     before = torch.cat((torch.zeros(1, HIDDEN), states))
     ids = torch.tensor(tokens)
@@ -50,31 +50,32 @@ def reference(head: EagleHead, tokens: list[int], states: torch.Tensor) -> torch
         attended = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True)
         return attended.transpose(0, 1)
 
-    hidden = head.forward(ids, before, torch.arange(len(tokens)), attend)
-    return head.logits(hidden)
+    return head.forward(ids, before, torch.arange(len(tokens)), attend)
 
 
 @pytest.mark.parametrize("case", ["plain", "chunked", "preempted", "swapped", "hash_chain", "static"])
-def test_first_drafts_are_those_of_one_pass_over_the_whole_sequence(
+def test_drafts_are_those_of_one_pass_over_the_whole_sequence(
     case: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incremental keys, values and states equal the full ones, through rejections, chunks, hits and preemptions."""
+    """Incremental keys, values and states equal the full ones, through rejections, chunks, hits and preemptions; and a
+    later draft reads what the one before it predicted."""
     states = target_states()
-    seen: list[tuple[list[int], torch.Tensor]] = []
+    seen: list[tuple[list[int], int, torch.Tensor]] = []  # tokens with drafts, how many of them are drafts, logits
     original = EagleProposer.propose
 
     def watched(self, sequences, k, runner):  # type: ignore[no-untyped-def]
-        by_id = {s.seq_id: s for s in sequences}
+        chains = {s.seq_id: list(s.token_ids) for s in sequences}
+        lengths = {s.seq_id: s.num_tokens for s in sequences}
         forward = self._forward
 
-        def first(tokens, starts, run):  # type: ignore[no-untyped-def]
+        def kept(tokens, starts, run):  # type: ignore[no-untyped-def]
             logits = forward(tokens, starts, run)
             for seq_id, row in zip(tokens, logits, strict=True):
-                if starts[seq_id] == by_id[seq_id].num_tokens - 1:
-                    seen.append((list(by_id[seq_id].token_ids), row.clone()))
+                chains[seq_id][starts[seq_id] :] = tokens[seq_id]
+                seen.append((list(chains[seq_id]), len(chains[seq_id]) - lengths[seq_id], row.clone()))
             return logits
 
-        monkeypatch.setattr(self, "_forward", first)
+        monkeypatch.setattr(self, "_forward", kept)
         drafts = original(self, sequences, k, runner)
         monkeypatch.setattr(self, "_forward", forward)
         return drafts
@@ -82,10 +83,14 @@ def test_first_drafts_are_those_of_one_pass_over_the_whole_sequence(
     monkeypatch.setattr(EagleProposer, "propose", watched)
     _, _, engine = outputs(path, **CASES[case])
     head = engine.proposer.head
-    assert len(seen) > 50
-    for tokens, logits in seen[::7]:
-        expected = reference(head, tokens, states(tokens[:-1]))[-1]
+    assert len(seen) > 150
+    for tokens, drafts, logits in seen[::11]:
+        known = states(tokens[: len(tokens) - drafts - 1])
+        for drafted in range(drafts, 0, -1):
+            known = torch.cat((known, reference(head, tokens[: len(tokens) - drafted], known)[-1:]))
+        expected = head.logits(reference(head, tokens, known)[-1:])[0]
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+    assert {drafts for _, drafts, _ in seen[::11]} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
@@ -121,6 +126,7 @@ def test_permuted_head_is_the_same_head(path: Path) -> None:
     tokens = list(range(10))
     plain = EagleHead(tensors, SOURCE.shape, lambda ids: table[ids], method, device)
     moved = EagleHead(permuted(tensors, order), SOURCE.shape, lambda ids: table[ids][:, order], method, device)
-    torch.testing.assert_close(
-        reference(plain, tokens, states), reference(moved, tokens, states[:, order]), atol=1e-4, rtol=1e-4
-    )
+    found = [
+        head.logits(reference(head, tokens, each)) for head, each in ((plain, states), (moved, states[:, order]))
+    ]
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
