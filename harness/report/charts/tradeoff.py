@@ -44,7 +44,8 @@ def chart(report: Report) -> Chart:
     }
     note = (
         f"Filled: median of the trials, with {percent(report.confidence, 0)} intervals where there are at least "
-        f"{INTERVAL_FROM}; open: each trial. Arrows lead to an arm from the one it builds on."
+        f"{INTERVAL_FROM}; open: each trial. What a trial does to all arms alike is in these intervals, and not in "
+        "those of the ratios above. Arrows lead to an arm from the one it builds on."
     )
     if groups:
         note += (
@@ -67,12 +68,10 @@ def comparable_groups(arms: Sequence[Arm]) -> list[list[Arm]]:
     """Of each machine, model and kind of traffic the arms that share a frontier, if they are two or more.
 
     They may differ in their load: arms of other arrivals are other points at which an engine can be run. One whose
-    speed is emulated has no place among them.
+    speed is emulated is comparable with none.
     """
     groups: list[list[Arm]] = []
     for arm in arms:
-        if arm.emulated:
-            continue
         ours = _without_load(arm)
         group = next((group for group in groups if not incomparable(ours, _without_load(group[0]))), None)
         if group is None:
