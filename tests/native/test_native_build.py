@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -13,9 +12,15 @@ import pytest
 import torch
 
 from impls import native
-from impls.native import attention, build, elementwise, linear
+from impls.native import build
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_unavailable()}")
+
+
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Tests of the kernels are skipped without them: a build that failed, or took too long, must not look the same."""
+    why = native.why_unavailable()
+    assert why is None or why.startswith(("no C compiler found", "the kernels are built on POSIX"))
 
 
 @needs_native
@@ -115,42 +120,3 @@ def test_torch_compile_keeps_the_call_in_its_graph() -> None:
 
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
-
-
-@needs_native
-def test_the_portable_code_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without -march=native no vector instruction beyond the architecture's baseline is used: other code, same sums."""
-    x, weight = torch.randn(7, 33), torch.randn(20, 33)
-    wide, narrow = native.pack_panels(weight.bfloat16()), native.pack_panels((weight * 40).to(torch.int8))
-    tables = (
-        torch.tensor([0, 3], dtype=torch.int32),
-        torch.tensor([9], dtype=torch.int32),
-        torch.tensor([[1, 0]]).int(),
-    )
-    q, cache = torch.randn(3, 2, 20), torch.randn(2, 8, 1, 20)
-
-    def outputs() -> list[torch.Tensor]:
-        return [
-            native.linear_bf16(x, wide, 20),
-            native.linear_int8(x, narrow, torch.ones(20), 20),
-            native.paged_attention(q, cache, cache, *tables, 0.2),
-            native.add_rms_norm(x.clone(), x, weight[0], 1e-5),
-            native.silu_and_mul(weight[:, 1:]),
-            native.rotate(q, q[:, :1].contiguous(), q[:, 1:].contiguous()),
-        ]
-
-    caches = (linear._linear_bf16, linear._int8, attention._paged_attention, elementwise._function)
-    expected = outputs()
-    monkeypatch.setattr(build, "FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS if f != "-march=native"))
-    portable = ctypes.CDLL(str(build.compile_library(tmp_path)))
-    for module in (linear, attention, elementwise):
-        monkeypatch.setattr(module, "load", lambda: portable)
-    try:
-        for function in caches:
-            function.cache_clear()
-        for a, b in zip(outputs(), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        assert all(function.cache_info().currsize for function in caches)  # the portable library was reached
-    finally:
-        for function in caches:
-            function.cache_clear()

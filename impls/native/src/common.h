@@ -126,6 +126,20 @@ INLINE int64_t even_rows(int64_t rows, int64_t most) {
     return (rows + parts - 1) / parts;
 }
 
+// y[rows][columns], rows n apart, = from[rows][columns], rows `stride` apart, + bias: what exists of a tile's outputs.
+static inline __attribute__((noinline)) void finish(float *y, int64_t n, const float *from, int64_t stride, int64_t rows,
+                                                    int64_t columns, const float *bias) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) y[r * n + c] = from[r * stride + c] + (bias ? bias[c] : 0.0f);
+}
+
+// `finish` of rows of one panel.
+INLINE void finish_panel(float *y, int64_t n, const float *sums, int64_t row, int64_t rows, int64_t panel,
+                         const float *bias) {
+    const int64_t first = panel * PANEL, count = n - first < PANEL ? n - first : PANEL;
+    finish(y + row * n + first, n, sums, PANEL, rows, count, bias ? bias + first : NULL);
+}
+
 // torch has already loaded its OpenMP runtime for everyone; linking a second one would double the threads. GNU's,
 // Intel's and LLVM's runtimes all export this entry point. Without any, the loop runs on the calling thread.
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));

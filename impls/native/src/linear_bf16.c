@@ -31,14 +31,6 @@ INLINE void step(const int rows, const int panels, vf acc[MR][2 * NV], const uin
     }
 }
 
-// The last panel is cut to the columns that exist; the bias is added.
-static __attribute__((noinline)) void finish(const struct linear *a, float *y, const float *from, int64_t stride,
-                                             int64_t rows, int64_t columns, int64_t first) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            y[r * a->n + c] = from[r * stride + c] + (a->bias ? a->bias[first + c] : 0.0f);
-}
-
 // `rows` x (`panels` * 16) outputs. Meanwhile the next panel is fetched, a part of it by each tile of rows.
 INLINE void tile(const int rows, const int panels, const struct linear *a, int64_t row, int64_t panel, int64_t fetch,
                  int64_t fetch_step) {
@@ -67,7 +59,8 @@ INLINE void tile(const int rows, const int panels, const struct linear *a, int64
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < panels * NV; v++) store(to + r * stride + v * LANES, acc[r][v]);
-    if (!full || a->bias) finish(a, y, to, stride, rows, full ? panels * PANEL : left, first);
+    if (!full || a->bias)
+        finish(y, a->n, to, stride, rows, full ? panels * PANEL : left, a->bias ? a->bias + first : NULL);
 }
 
 static void body(void *context, int64_t item) {

@@ -69,14 +69,6 @@ INLINE void plane(const int rows, const int bits, vf acc[4][ROWS][NV], const uin
     }
 }
 
-static __attribute__((noinline)) void finish(const struct grouped *a, const float *sums, int64_t row, int64_t rows,
-                                             int64_t panel) {
-    const int64_t first = panel * PANEL, count = a->n - first < PANEL ? a->n - first : PANEL;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < count; c++)
-            a->y[(row + r) * a->n + first + c] = sums[r * PANEL + c] + (a->bias ? a->bias[first + c] : 0.0f);
-}
-
 INLINE void tile(const int rows, const int bits, const struct grouped *a, int64_t row, int64_t panel) {
     const int main_bits = bits == 3 ? 2 : bits;
     const float *x = a->x + row * a->stride, *sums = x + a->padded * (bits == 3 ? 2 : 1);
@@ -107,7 +99,7 @@ INLINE void tile(const int rows, const int bits, const struct grouped *a, int64_
                 total[r][v] += acc[0][r][v] * scale[v] + offset[v] * splat(sums[r * a->stride]);
             }
     }
-    finish(a, (const float *)total, row, rows, panel);
+    finish_panel(a->y, a->n, (const float *)total, row, rows, panel, a->bias);
 }
 
 #define ALL_BITS(CASE) CASE(8) CASE(4) CASE(3) CASE(2)
@@ -212,7 +204,7 @@ static void widened_body(void *context, int64_t item) {
                 }
             }
         }
-        finish(a, sums, top, m, p);
+        finish_panel(a->y, a->n, sums, top, m, p, a->bias);
     }
 }
 

@@ -67,8 +67,8 @@ INLINE void tile(const int rows, const struct linear *a, int64_t row, int64_t pa
     for (int r = 0; r < rows; r++) memcpy(products[r], acc[r], sizeof products[r]);
 }
 
-static __attribute__((noinline)) void finish(const struct linear *a, int64_t row, int64_t rows, int64_t panel,
-                                             int32_t products[MR][PANEL]) {
+static __attribute__((noinline)) void rescale(const struct linear *a, int64_t row, int64_t rows, int64_t panel,
+                                              int32_t products[MR][PANEL]) {
     const int64_t first = panel * PANEL, count = a->n - first < PANEL ? a->n - first : PANEL;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (row + r) * a->n + first;
@@ -99,7 +99,7 @@ static void body(void *context, int64_t item) {
                 EACH_HEIGHT(CASE)
 #undef CASE
             }
-            finish(a, row, rows, p, products);
+            rescale(a, row, rows, p, products);
         }
 }
 

@@ -74,15 +74,6 @@ INLINE void multiply(const int rows, const int64_t count, const uint32_t *w, con
         for (int v = 0; v < NV; v++) sums[r][v] += added_up(acc[r][v]);
 }
 
-static __attribute__((noinline)) void finish(const struct linear *a, const float *total, int64_t row, int64_t rows,
-                                             int64_t panel) {
-    const int64_t first = panel * PANEL, count = a->n - first < PANEL ? a->n - first : PANEL;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < count; c++)
-            a->y[(row + r) * a->n + first + c] =
-                total[r * PANEL + c] * a->x_scale[row + r] + (a->bias ? a->bias[first + c] : 0.0f);
-}
-
 INLINE void tile(const int rows, const struct linear *a, int64_t row, int64_t panel) {
     const int64_t stride = 2 * a->words, of_group = a->words / a->groups;
     const uint32_t *w = a->w + panel * a->words * PANEL, *pairs = a->scale + panel * a->groups * PANEL;
@@ -104,7 +95,11 @@ INLINE void tile(const int rows, const struct linear *a, int64_t row, int64_t pa
                 total[r][v] += to_float(sums[r][v]) * scale + offset * splat(x_sum[r * a->groups + g]);
         }
     }
-    finish(a, (const float *)total, row, rows, panel);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) total[r][v] *= a->x_scale[row + r];
+    finish_panel(a->y, a->n, (const float *)total, row, rows, panel, a->bias);
 }
 
 static void body(void *context, int64_t item) {
