@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from impls.drafting import Drafting
+from impls.in_flight import InFlight, prepare
 from impls.request import Request, Sequence
 from impls.seams import (
     Clock,
     Decoder,
-    DraftForward,
-    DraftTokens,
     Emission,
     Executor,
     Fetch,
     KVCacheManager,
-    KVReservation,
     NonFiniteLogitsError,
     Proposer,
     ScheduledStep,
     Scheduler,
-    StepBatch,
     StepResult,
     StepStats,
     SwapSpace,
 )
-from impls.step_batch import BatchRow, build_batch
+from impls.step_queue import PLACEHOLDER, Launched, StepQueue
+
+# Sequences, the new tokens of each, and those whose logits are not finite: they fail, the others go on.
+Decoded = tuple[list[Sequence], list[list[int]], list[Sequence]]
 
 
 class Engine:
-    """One serving engine. Single-threaded: the caller steps it and gets what each step emitted.
+    """One serving engine: the caller steps it and gets what each step emitted.
+
+    ``depth`` is how many steps may be in flight: 1, or 2 where the executor overlaps. Then a step is scheduled and
+    launched while the one before it runs, with a placeholder for each token that is not known yet; only after that is
+    the earlier one resolved: its tokens are put in place of the placeholders, committed and emitted. What is launched
+    runs in that order, so blocks may pass on at once: whoever gets one writes to it in a later step. A sequence whose
+    token shows that it has ended has been launched once too often; that row is recorded as dead. (One that ends by its
+    length is known beforehand, and is not scheduled again.) ``depth`` may be changed while there is no work.
 
     ``draft_executor`` runs a draft model whose K/V lies in extra layers of the same blocks; None if the proposer needs
     none. ``swap`` keeps what a scheduler that preempts by swapping takes out. ``eos_token_ids`` end a request unless it
@@ -64,9 +73,19 @@ class Engine:
         self.swap = swap
         self.before_finish: Callable[[Sequence], None] = lambda sequence: None  # it has ended and holds its blocks yet
         self._sequences: dict[str, Sequence] = {}
-        self._drafts: dict[str, DraftTokens] = {}
-        self._draft_forwards: list[DraftForward] = []
         self._held_back: list[Emission] = []
+        self._drafting = Drafting(
+            scheduler=scheduler,
+            kv=kv,
+            decoder=decoder,
+            executor=executor,
+            draft_executor=draft_executor,
+            device=device,
+            max_model_len=max_model_len,
+        )
+        self._queue = StepQueue(executor, decoder.sample, clock, device) if executor.overlap else None
+        self.depth = 1 if self._queue is None else 2
+        self._in_flight: deque[InFlight] = deque()
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
 
@@ -89,61 +108,82 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences) or bool(self._held_back)
+        return bool(self._sequences) or bool(self._held_back) or bool(self._in_flight)
 
     def abort(self, request_id: str) -> None:
         if self._sequences.pop(request_id, None) is not None:
             self.scheduler.abort(request_id)
             self._forget(request_id)
+            for flight in self._in_flight:
+                flight.lose(request_id)
             self._held_back = [emission for emission in self._held_back if emission.request_id != request_id]
 
     def close(self) -> None:
         for request_id in list(self._sequences):
             self.abort(request_id)
+        self._in_flight.clear()
+        if self._queue is not None:
+            self._queue.close()
 
     @torch.inference_mode()
     def step(self, until: float) -> StepResult:
+        emissions: list[Emission] = []
+        while len(self._in_flight) < self.depth and self._launch(emissions):
+            pass
+        if self._in_flight:
+            return self._resolve(self._in_flight.popleft(), emissions)
+        emissions = self._release(emissions)  # an abort may have ended the batch that held its tokens back
+        if not emissions:
+            wake = self.scheduler.next_event_s(self.clock.now())
+            self.clock.sleep_until(until if wake is None else min(until, wake))
+        return StepResult(emissions)
+
+    # --- one step's parts ---------------------------------------------------------------------------------------------
+
+    def _launch(self, emissions: list[Emission]) -> bool:
+        """Schedule and prepare the next step, and let it run if steps overlap. False: there is none."""
         start = self.clock.now()
         step = self.scheduler.schedule(start)
-        emissions = [self._reject(seq_id, reason, start) for seq_id, reason in step.rejected.items()]
+        emissions += [self._reject(seq_id, reason, start) for seq_id, reason in step.rejected.items()]
         for seq_id in step.preempted:
+            for flight in self._in_flight:
+                flight.lose(seq_id)
             if seq_id in step.swapped_out:  # its keys and values will be as they were: what a proposer knows stays true
-                self._drafts.pop(seq_id, None)
+                self._drafting.kept.pop(seq_id, None)
             else:
                 self._forget(seq_id)
         if step.is_empty:
-            emissions = self._release(emissions)  # an abort may have ended the batch that held its tokens back
-            if not emissions:
-                wake = self.scheduler.next_event_s(start)
-                self.clock.sleep_until(until if wake is None else min(until, wake))
-            return StepResult(emissions)
-
+            return False
         stats = self._open_stats(step, start)
         mark = self._lap(stats, "schedule_s", start)
         if step.swapped_out or step.swapped_in or step.copied_blocks:
             self._swap(step, stats)
             mark = self._lap(stats, "swap_s", mark)
-        batch, decoding = self._prepare(step, stats)
-        mark = self._lap(stats, "prepare_s", mark)
-        logits, hidden = self.executor.execute(batch)
-        stats.gathered_bytes = self.executor.attention.gathered_bytes(batch)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
-        mark = self._lap(stats, "forward_s", mark)
-        stats.attention_s = self.executor.attention_s
-        decoding, new_tokens, unsound = self._decode(decoding, logits)
-        mark = self._lap(stats, "sample_s", mark)
-        emissions += self._commit(step, decoding, new_tokens, unsound, stats, mark)
+        flight = self._prepare(step, stats)
+        if self._queue is not None and self.depth > 1:
+            flight.launched = self._run_behind(flight, self._queue)
+        flight.ready_s = self._lap(stats, "prepare_s", mark)
+        self._in_flight.append(flight)
+        return True
+
+    def _resolve(self, flight: InFlight, emissions: list[Emission]) -> StepResult:
+        """What a step yields: run it, or wait until it has run."""
+        stats, hidden = flight.stats, None
+        if flight.launched is None:
+            decoded, hidden = self._run(flight)
+        else:
+            decoded = self._wait(flight, flight.launched)
+        mark = self.clock.now()
+        emissions += self._commit(flight, decoded, mark)
         mark = self._lap(stats, "commit_s", mark)
         if self.proposer is not None and self.decoder.uses_proposer:
-            self.proposer.observe(batch, hidden)
-            self._propose(self.proposer)
-            stats.draft_forwards, self._draft_forwards = self._draft_forwards, []
+            self.proposer.observe(flight.batch, hidden)
+            self._propose(self.proposer, stats)
             mark = self._lap(stats, "propose_s", mark)
         stats.end_s = mark
+        for launched in self._in_flight:
+            launched.stats.start_s = mark  # it was scheduled before, but had to wait: steps follow one another
         return StepResult(emissions, stats)
-
-    # --- one step's parts ---------------------------------------------------------------------------------------------
 
     def _lap(self, stats: StepStats, phase: str, since: float) -> float:
         now = self.clock.now()
@@ -172,6 +212,8 @@ class Engine:
 
     def _swap(self, step: ScheduledStep, stats: StepStats) -> None:
         """All out before any in: a block may pass from one sequence to another within a step."""
+        if self._queue is not None:
+            self._queue.settle()
         stats.swapped_out = len(step.swapped_out)
         for seq_id, blocks in step.swapped_out.items():
             stats.swapped_out_bytes += self.swap.swap_out(seq_id, blocks)
@@ -180,102 +222,121 @@ class Engine:
         self.swap.copy(tuple(step.copied_blocks.values()))
         stats.copied_blocks = len(step.copied_blocks)
 
-    def _prepare(self, step: ScheduledStep, stats: StepStats) -> tuple[StepBatch, list[Sequence]]:
-        """The batch and, in row order, the sequences whose logits it yields. Dead rows' logits come last."""
-        dead = set(step.dead_rows)
-        rows: list[BatchRow] = []
-        decoding: list[Sequence] = []
-        for seq_id, count in step.num_scheduled_tokens.items():
-            if seq_id in dead:
-                continue
-            sequence = self._sequences[seq_id]
-            start, drafts = sequence.num_computed_tokens, sequence.draft_token_ids
-            tokens = (sequence.token_ids + drafts)[start : start + count]
-            reaches_end = start + count == sequence.num_tokens + len(drafts)
-            required = count - len(drafts)
-            stats.draft_tokens += len(drafts)
-            if start < sequence.num_prompt_tokens or required > 1:  # the last part of a prompt may be one token
-                stats.prefill_tokens += required
-            else:
-                stats.decode_tokens += required
-            padding = step.padding_tokens.get(seq_id, 0)
-            num_logits = len(drafts) + 1 if reaches_end else 0
-            table = self.kv.block_table(seq_id)
-            rows.append(BatchRow(seq_id, [*tokens, *([0] * padding)], start, table, num_logits, count))
-            if reaches_end:
-                decoding.append(sequence)
-        finished = {sequence.seq_id: sequence for sequence in self.scheduler.running if sequence.finished}
-        for seq_id in step.dead_rows:
-            position = finished[seq_id].num_computed_tokens - 1
-            token = finished[seq_id].token_ids[position]
-            rows.append(BatchRow(seq_id, [token], position, self.kv.block_table(seq_id), 1, 1))
-        batch = build_batch(rows, self.kv.block_size, self.device)
-        stats.query_lens, stats.kv_lens = batch.query_lens, batch.kv_lens
-        stats.num_logits_rows = len(batch.logits_indices)
-        return batch, decoding
+    def _prepare(self, step: ScheduledStep, stats: StepStats) -> InFlight:
+        return prepare(step, stats, self._sequences, self.scheduler, self.kv, self.swap, self.device)
 
-    def _decode(
-        self, decoding: list[Sequence], logits: Tensor
-    ) -> tuple[list[Sequence], list[list[int]], list[Sequence]]:
-        """Sequences with their new tokens, and those whose logits are not finite: they fail, the others go on."""
+    def _run(self, flight: InFlight) -> tuple[Decoded, Tensor]:
+        """Run it here and now: what it yields, and its hidden states."""
+        stats = flight.stats
+        logits, hidden = self.executor.execute(flight.batch)
+        stats.gathered_bytes = self.executor.attention.gathered_bytes(flight.batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
+        mark = self._lap(stats, "forward_s", flight.ready_s)
+        stats.attention_s = self.executor.attention_s
+        decoded = self._decode(flight.decoding, logits)
+        self._lap(stats, "sample_s", mark)
+        return decoded, hidden
+
+    def _decode(self, decoding: list[Sequence], logits: Tensor) -> Decoded:
         if not decoding:  # a step that computed no more than parts of prompts
             return [], [], []
+        drafts = self._drafting.kept
         counts = [len(sequence.draft_token_ids) + 1 for sequence in decoding]
         rows = logits[: sum(counts)]  # what lies behind them belongs to dead rows
         try:
-            return decoding, self.decoder.decode(decoding, rows, self._drafts), []
+            return decoding, self.decoder.decode(decoding, rows, drafts), []
         except NonFiniteLogitsError as error:
             bad = frozenset(error.seq_ids)
         parts = zip(decoding, torch.split(rows, counts), strict=True)
         kept = [(sequence, part) for sequence, part in parts if sequence.seq_id not in bad]
         sound = [sequence for sequence, _ in kept]
-        tokens = self.decoder.decode(sound, torch.cat([part for _, part in kept]), self._drafts) if kept else []
+        tokens = self.decoder.decode(sound, torch.cat([part for _, part in kept]), drafts) if kept else []
         return sound, tokens, [sequence for sequence in decoding if sequence.seq_id in bad]
 
-    def _commit(
-        self,
-        step: ScheduledStep,
-        decoding: Seq[Sequence],
-        new_tokens: Seq[Seq[int]],
-        unsound: Seq[Sequence],
-        stats: StepStats,
-        now: float,
-    ) -> list[Emission]:
+    def _run_behind(self, flight: InFlight, queue: StepQueue) -> Launched:
+        """Launch it behind the step in flight, which yields some of the tokens that it reads, and leave a placeholder
+        for each token that it yields itself and that another step may read."""
+        before = self._in_flight[-1] if self._in_flight else None
+        yields = {} if before is None else {sequence.seq_id: row for row, sequence in enumerate(before.decoding)}
+        feed: dict[int, int] = {}
+        rows = 0
+        for seq_id, count in zip(flight.batch.seq_ids, flight.batch.query_lens, strict=True):
+            rows += count
+            if self._sequences[seq_id].token_ids[-1] == PLACEHOLDER:  # then it is the one row of this sequence
+                feed[rows - 1] = yields[seq_id]
+        requests, positions = [sequence.request for sequence in flight.decoding], list(flight.positions.values())
+        behind = None if before is None else before.launched
+        launched = queue.launch(flight.batch, requests, positions, feed, behind)
+        for sequence in flight.decoding:
+            if self._room(sequence, sequence.num_tokens) > 1:
+                sequence.token_ids.append(PLACEHOLDER)
+        return launched
+
+    def _wait(self, flight: InFlight, launched: Launched) -> Decoded:
+        """What it has yielded, less those that have ended since it was launched."""
+        outcome, stats = launched.wait(), flight.stats
+        stats.forward_s, stats.sample_s, stats.attention_s = outcome.forward_s, outcome.sample_s, outcome.attention_s
+        stats.gathered_bytes = outcome.gathered_bytes
+        live = [
+            (sequence, token)
+            for sequence, token in zip(flight.decoding, outcome.token_ids, strict=True)
+            if self._sequences.get(sequence.seq_id) is sequence
+        ]
+        sound = [(sequence, token) for sequence, token in live if token >= 0]
+        unsound = [sequence for sequence, token in live if token < 0]
+        return [sequence for sequence, _ in sound], [[token] for _, token in sound], unsound
+
+    def _commit(self, flight: InFlight, decoded: Decoded, now: float) -> list[Emission]:
+        decoding, new_tokens, unsound = decoded
+        stats, computed = flight.stats, flight.computed
         emissions: list[Emission] = []
+        rejected: dict[str, int] = {}
         for sequence in unsound:
             sequence.finish_reason = "error"
             emissions.append(Emission(sequence.seq_id, (), now, "error", "the model's logits are not finite"))
-        dead = set(step.dead_rows)
-        for seq_id, count in step.num_scheduled_tokens.items():
-            if seq_id not in dead:
-                self._sequences[seq_id].num_computed_tokens += count
         for sequence, tokens in zip(decoding, new_tokens, strict=True):
-            drafted = len(sequence.draft_token_ids)
-            kept, reason = self._cut(sequence, tokens)
+            seq_id, drafted = sequence.seq_id, len(sequence.draft_token_ids)
+            position = flight.positions[seq_id]
+            kept, reason = self._cut(sequence, position, tokens)
             accepted = min(len(tokens) - 1, len(kept))
             stats.accepted_tokens += accepted
             if drafted:
-                stats.drafted[sequence.seq_id] = (drafted, accepted)
+                stats.drafted[seq_id] = (drafted, accepted)
             sequence.draft_token_ids = []
-            self._drafts.pop(sequence.seq_id, None)
-            sequence.token_ids.extend(kept)
-            sequence.num_computed_tokens = sequence.num_tokens - 1  # rejected drafts roll back; they are overwritten
+            self._drafting.kept.pop(seq_id, None)
+            sequence.token_ids[position : position + 1] = kept  # for the placeholder, if there is one
+            if fallen := drafted + 1 - len(kept):  # drafts that do not stand: they are overwritten
+                rejected[seq_id] = fallen
+                sequence.num_computed_tokens -= fallen
+                computed[seq_id] -= fallen
             sequence.finish_reason = reason
-            emissions.append(Emission(sequence.seq_id, tuple(kept), now, reason))
+            emissions.append(Emission(seq_id, tuple(kept), now, reason))
         if unsound:
             self.kv.reset_prefixes()  # K/V that gave such logits may be what others share, or would share next
         failed = {sequence.seq_id for sequence in unsound}
-        for seq_id in step.num_scheduled_tokens:
-            if seq_id not in dead and seq_id not in failed:
-                self.kv.commit(seq_id, self._sequences[seq_id].num_computed_tokens)
-        self._record_reservations(stats, dead)
+        for seq_id, written in computed.items():
+            if seq_id not in failed:
+                self.kv.commit(seq_id, written)
+        stats.kv_reservations = flight.reservations(rejected)
         for sequence in (*decoding, *unsound):
             if sequence.finished:
-                self._forget(sequence.seq_id)
-                del self._sequences[sequence.seq_id]
-                self.before_finish(sequence)
-                self.scheduler.finish(sequence)
+                self._finish(sequence, flight)
         return self._release(emissions)
+
+    def _finish(self, sequence: Sequence, flight: InFlight) -> None:
+        """It has ended with this step, whatever was scheduled since."""
+        seq_id = sequence.seq_id
+        self._forget(seq_id)
+        del self._sequences[seq_id]
+        for later in self._in_flight:
+            later.waste(seq_id)
+        if seq_id not in flight.computed:  # it was preempted since, and waits
+            self.scheduler.abort(seq_id)
+            return
+        sequence.num_computed_tokens = flight.computed[seq_id]
+        self.before_finish(sequence)
+        self.scheduler.finish(sequence)
 
     def _release(self, emissions: list[Emission]) -> list[Emission]:
         """`batching.emit=batch_end` shows what a caller of a batch pipeline sees: nothing until the batch is done."""
@@ -288,10 +349,13 @@ class Engine:
         now = self.clock.now()
         return [Emission(e.request_id, e.token_ids, now, e.finish_reason, e.error) for e in released]
 
-    def _cut(self, sequence: Sequence, tokens: Seq[int]) -> tuple[list[int], str | None]:
+    def _room(self, sequence: Sequence, position: int) -> int:
+        """How many tokens it may get from this position on."""
+        return min(sequence.max_total_tokens, self.max_model_len) - position
+
+    def _cut(self, sequence: Sequence, position: int, tokens: Seq[int]) -> tuple[list[int], str | None]:
         """Tokens up to a stop token (kept, as it was produced) or the length limit, and why it ends there."""
-        sampling = sequence.request.sampling
-        limit = min(sampling.max_tokens - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens)
+        sampling, limit = sequence.request.sampling, self._room(sequence, position)
         kept: list[int] = []
         for token in tokens[:limit]:
             kept.append(token)
@@ -299,65 +363,8 @@ class Engine:
                 return kept, "stop"
         return kept, "length" if len(kept) == limit else None
 
-    def _record_reservations(self, stats: StepStats, dead: set[str]) -> None:
-        stats.kv_reservations = [
-            KVReservation(s.seq_id, self.kv.reserved_tokens(s.seq_id), s.num_computed_tokens, s.seq_id in dead)
-            for s in self.scheduler.running
-        ]
-        stats.kv_capacity_tokens = self.kv.capacity_tokens
-        stats.swap_kept_bytes = self.swap.kept_bytes
-        stats.kv_shared_tokens = self.kv.shared_tokens
-        held = sum(hold.reserved for hold in stats.kv_reservations) - stats.kv_shared_tokens
-        stats.kv_free_tokens = self.kv.capacity_tokens - held
-        stats.kv_allocation_unit = self.kv.block_size
-
-    def _propose(self, proposer: Proposer) -> None:
-        """Draft for every sequence that decodes next. A draft's K/V needs room; without room there is no draft."""
-        most: dict[str, int] = {}
-        for sequence in self.scheduler.running:
-            if not sequence.finished and sequence.num_computed_tokens == sequence.num_tokens - 1:
-                room = min(sequence.max_total_tokens, self.max_model_len) - sequence.num_tokens - 1
-                most[sequence.seq_id] = max(0, min(proposer.num_draft_tokens, room))
-        wanted: dict[str, int] = {}
-        sequences: list[Sequence] = []
-        for seq_id, k in self.decoder.draft_lengths(most).items():
-            if k <= 0:
-                continue
-            sequence = self._sequences[seq_id]
-            written = sequence.num_tokens + min(k - 1, proposer.max_lookahead_tokens)  # the last draft is not fed
-            if proposer.max_lookahead_tokens and not self.kv.allocate(seq_id, written):
-                continue
-            wanted[seq_id] = k
-            sequences.append(sequence)
-        if not sequences:
-            return
-        for seq_id, draft in proposer.propose(sequences, wanted, self).items():
-            if draft.token_ids:
-                self._drafts[seq_id] = draft
-                self._sequences[seq_id].draft_token_ids = list(draft.token_ids)
-
-    def draft_forward(
-        self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int], *, model: str, num_layers: int | None = None
-    ) -> dict[str, Tensor]:
-        """`ModelRunner` for the proposer: K/V goes to the blocks that the sequences already hold."""
-        executor = self.draft_executor if model == "draft" else self.executor
-        if executor is None:
-            raise ValueError("this arm has no draft model")
-        batch = self.draft_batch(tokens, starts)
-        logits = executor.draft(batch, num_layers)
-        gathered = executor.attention.gathered_bytes(batch)
-        self.record_draft(DraftForward(model, num_layers, batch.query_lens, batch.kv_lens, gathered))
-        return dict(zip(tokens, logits, strict=True))
-
-    def draft_batch(self, tokens: Mapping[str, Seq[int]], starts: Mapping[str, int]) -> StepBatch:
-        rows = [
-            BatchRow(seq_id, ids, starts[seq_id], self.kv.block_table(seq_id), 1, len(ids))
-            for seq_id, ids in tokens.items()
-        ]
-        return build_batch(rows, self.kv.block_size, self.device)
-
-    def record_draft(self, forward: DraftForward) -> None:
-        self._draft_forwards.append(forward)
+    def _propose(self, proposer: Proposer, stats: StepStats) -> None:
+        stats.draft_forwards = self._drafting.propose(proposer)
 
     def _reject(self, seq_id: str, reason: str, now: float) -> Emission:
         del self._sequences[seq_id]
@@ -365,7 +372,7 @@ class Engine:
         return Emission(seq_id, (), now, "rejected", reason)
 
     def _forget(self, seq_id: str) -> None:
-        self._drafts.pop(seq_id, None)
+        self._drafting.kept.pop(seq_id, None)
         self.swap.drop(seq_id)
         self.decoder.forget(seq_id)
         if self.proposer is not None:

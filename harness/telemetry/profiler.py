@@ -22,15 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch.profiler import ProfilerActivity, kineto_available, profile
 
 from harness.errors import one_line
+from harness.linear_stages import packed_layers
 from harness.steps import Tick
+from harness.telemetry.compiled_layers import layer_ranges
 from harness.telemetry.excerpt import Excerpt, excerpt
 from harness.telemetry.operators import STEP, operator_table, step_ranges
 from harness.telemetry.options import TelemetryOptions
 from harness.telemetry.ranges import ranges
 from impls.engine import Engine
+from impls.execution.compiled import CompiledExecutor
+from impls.models.llama import LlamaModel
 from impls.request import Request
 
 KINDS = ("prefill", "decode")  # a step with prompt positions in it, and one without
@@ -74,6 +79,7 @@ def profile_steps(
     scene = excerpt(sent, requests, steps, count=options.profiler_steps, at=options.profiler_at)
     if scene is None:
         return Profile(warnings=("telemetry.profiler=torch: no profile, the trial has no step",))
+    engine.depth = 1  # one after another: what a thread of its own runs would be in no step
     try:
         _settle(engine, scene, tick, should_stop)
         trace, kinds = _run(engine, scene, tick, should_stop)
@@ -82,6 +88,7 @@ def profile_steps(
         return Profile(warnings=(f"telemetry.profiler=torch: no profile, {one_line(str(error)) or 'out of memory'}",))
     finally:
         engine.close()
+    trace["traceEvents"] += _layers(engine, trace)
     for number, (event, kind) in enumerate(zip(step_ranges(trace), kinds, strict=True), scene.first):
         event["name"] = f"step {number} ({kind or 'nothing to run'})"
     again = steps.iloc[scene.first : scene.first + scene.count]
@@ -97,6 +104,16 @@ def profile_steps(
         "operators": table,
     }
     return Profile(summary, gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), 6, mtime=0))
+
+
+def _layers(engine: Engine, trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a compiled model, in which no range can be entered."""
+    executor = engine.executor
+    if not isinstance(executor, CompiledExecutor) or not isinstance(executor.model, LlamaModel):
+        return []
+    model = executor.model
+    with torch.inference_mode():
+        return layer_ranges(trace, len(packed_layers(model, model.method.device)) // model.shape.num_layers)
 
 
 def _settle(engine: Engine, scene: Excerpt, tick: Tick, should_stop: Callable[[], bool]) -> None:

@@ -2,7 +2,8 @@
 
 Each wraps a method of one object and is taken off again, so that an engine that is not profiled enters none. The C
 kernels of `impls.native`, which a profiler cannot see, lie inside such a range. Under `torch.compile` and in a CUDA
-graph there is no layer to be told apart: their steps have phases, attention and K/V writes.
+graph none can be entered in a layer: their steps have phases, attention and K/V writes (`compiled_layers` finds the
+layers of the former afterwards, on a CPU).
 """
 
 # mypy: allow-untyped-calls

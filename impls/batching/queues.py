@@ -21,8 +21,9 @@ class QueueScheduler(Scheduler):
     `finish` after the commit. A part of a prompt, which does not reach the sequence's end, raises the counter and
     is committed, no more. `schedule` itself resets and counts what it preempts (``preemptions``); tokens
     that were emitted stay in ``token_ids`` and are computed again with the prompt, but must not be emitted again. A
-    dead row recomputes position ``num_computed_tokens - 1`` and none of its counters move. Between steps the engine may
-    allocate further positions for a proposer; they are the sequence's until it ends.
+    dead row recomputes position ``num_computed_tokens - 1`` and none of its counters move. A sequence that misses
+    nothing waits for its last token, which the step in flight yields: it does not run, and frees its blocks soon.
+    Between steps the engine may allocate further positions for a proposer; they are the sequence's until it ends.
 
     Raises ValueError for limits that `limit_reasons` refuses and for an id that is already here, KeyError for an
     unknown one.
@@ -111,20 +112,29 @@ class QueueScheduler(Scheduler):
     def _grow_running(self, step: ScheduledStep) -> list[Sequence]:
         """Schedule what every live sequence misses, oldest first; who of them has drafts, which are not granted yet.
 
-        Where the cache is full, `_victim` yields: the youngest, unless a policy says otherwise. A sequence is asked to
-        grow only where it outgrows what it holds, one step in ``block_size``.
+        Where the cache is full, `_victim` yields: the youngest, unless a policy says otherwise; but as long as anybody
+        is about to end, who finds no room sits this step out. A sequence is asked to grow only where it outgrows what
+        it holds, one step in ``block_size``.
         """
         scheduled = step.num_scheduled_tokens
         short: list[Sequence] = []
         drafting: list[Sequence] = []
+        ending = False
         for seq_id, sequence in self._running.items():
             num_tokens = len(sequence.token_ids)
+            if num_tokens == sequence.num_computed_tokens:
+                ending = True
+                continue
             scheduled[seq_id] = num_tokens - sequence.num_computed_tokens
             if num_tokens > sequence.num_reserved_tokens:
                 short.append(sequence)
             if sequence.draft_token_ids:
                 drafting.append(sequence)
-        if short:
+        if ending:
+            for sequence in short:
+                if not self._reserve(sequence, len(sequence.token_ids)):
+                    del scheduled[sequence.seq_id]
+        elif short:
             step.preempted = tuple(self._make_room(short, step))
         return [s for s in drafting if s.draft_token_ids] if step.preempted else drafting
 

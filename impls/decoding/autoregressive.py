@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from impls.decoding import sampler
 from impls.decoding.counter_random import Purpose, position_keys
-from impls.request import Sequence
-from impls.seams import Decoder, DraftTokens
+from impls.request import Request, Sequence
+from impls.seams import Decoder, DraftTokens, NonFiniteLogitsError
 
 
 class AutoregressiveDecoder(Decoder):
@@ -20,17 +21,24 @@ class AutoregressiveDecoder(Decoder):
         self.vocab_size = vocab_size
 
     def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
-        """Exactly one token for each sequence. Raises NonFiniteLogitsError, ValueError on rows that do not match."""
+        """Exactly one token for each sequence. Raises NonFiniteLogitsError naming those without a sound row (nothing
+        was changed, so the others can be decoded again without them), ValueError on rows that do not match."""
         expected = (len(sequences), self.vocab_size)
         if tuple(logits.shape) != expected:
             raise ValueError(f"logits {tuple(logits.shape)}, expected {expected}")
-        tokens = sampler.target_ids(sequences, [1] * len(sequences), logits)
-        rows = [i for i, seq in enumerate(sequences) if seq.request.sampling.temperature > 0]
+        found = self.sample([s.request for s in sequences], [s.num_tokens for s in sequences], logits).tolist()
+        if min(found, default=0) < 0:
+            raise NonFiniteLogitsError([s.seq_id for s, token in zip(sequences, found, strict=True) if token < 0])
+        return [[token] for token in found]
+
+    def sample(self, requests: Seq[Request], positions: Seq[int], logits: Tensor) -> Tensor:
+        if not requests:
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
+        tokens = sampler.argmax(logits)
+        rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
         if rows:
-            sampled = [sequences[i] for i in rows]
-            probs = sampler.distribution(logits[rows], [seq.request.sampling for seq in sampled])
-            positions = [seq.num_tokens for seq in sampled]
-            keys = position_keys([seq.request for seq in sampled], positions, Purpose.SAMPLE, logits.device)
-            for i, token in zip(rows, sampler.race(probs, keys).tolist(), strict=True):
-                tokens[i] = token
-        return [[token] for token in tokens]
+            drawn = [requests[row] for row in rows]
+            probs = sampler.distribution(logits[rows], [request.sampling for request in drawn])
+            keys = position_keys(drawn, [positions[row] for row in rows], Purpose.SAMPLE, logits.device)
+            tokens[rows] = torch.where(tokens[rows] < 0, -1, sampler.race(probs, keys))
+        return tokens

@@ -73,10 +73,13 @@ class CompiledExecutor(EagerExecutor):
         storage: LayerStorage,
         device: torch.device,
         clock: Clock | None = None,
+        overlap: str = "off",
         backend: str = "inductor",
     ) -> None:
         """backend: of `torch.compile`. Anything but inductor traces without fusing, which is for debugging."""
-        super().__init__(model=model, attention=attention, storage=storage, device=device, clock=clock)
+        super().__init__(
+            model=model, attention=attention, storage=storage, device=device, clock=clock, overlap=overlap
+        )
         self.compiler = backend
         _executors[id(self)] = self
         self.attend: LayerAttention = _no_attention
@@ -90,9 +93,12 @@ class CompiledExecutor(EagerExecutor):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
-        if arm.device == "cuda":
-            return [] if importlib.util.find_spec("triton") else ["needs the package triton, which is not installed"]
-        return missing_cpp_toolchain()
+        reasons = super().validate(arm)
+        if arm.device != "cuda":
+            return reasons + missing_cpp_toolchain()
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("needs the package triton, which is not installed")
+        return reasons
 
     def warm_up(self, max_num_seqs: int) -> None:
         """Compile both classes of rows. Nothing is stored: attention yields zeros meanwhile."""

@@ -27,8 +27,11 @@ class CudaGraphExecutor(EagerExecutor):
         storage: LayerStorage,
         device: torch.device,
         clock: Clock | None = None,
+        overlap: str = "off",
     ) -> None:
-        super().__init__(model=model, attention=attention, storage=storage, device=device, clock=clock)
+        super().__init__(
+            model=model, attention=attention, storage=storage, device=device, clock=clock, overlap=overlap
+        )
         self._buffers: DecodeBuffers | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._hidden = torch.empty(0)
@@ -40,7 +43,7 @@ class CudaGraphExecutor(EagerExecutor):
         attention = arm.axes.get("attention", {}).get("name")
         if attention != "triton":
             return [f"needs attention=triton: attention={attention} plans its calls on the host, step by step"]
-        return []
+        return super().validate(arm)
 
     def warm_up(self, max_num_seqs: int) -> None:
         longest = min(-(-self.model.shape.max_position // self.storage.block_size), self.storage.num_blocks)

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from impls.seams import AttentionBackend, CausalLM, Clock, Executor, LayerAttention, LayerCache, StepBatch
+from impls.execution.overlap import overlap_reasons
+from impls.seams import Arm, AttentionBackend, CausalLM, Clock, Executor, LayerAttention, LayerCache, StepBatch
 
 
 class LayerStorage(Protocol):
@@ -37,10 +38,17 @@ class EagerExecutor(Executor):
         storage: LayerStorage,
         device: torch.device,
         clock: Clock | None = None,
+        overlap: str = "off",
     ) -> None:
+        """overlap: "on" lets the engine prepare a step while the one before it runs (`StepQueue`)."""
         self.model, self.attention, self.storage, self.device = model, attention, storage, device
+        self.overlap = overlap == "on"
         self._clock = clock if device.type == "cpu" else None
         self._seconds_in_attention = 0.0
+
+    @classmethod
+    def validate(cls, arm: Arm) -> list[str]:
+        return overlap_reasons(arm, arm.axes.get("execution", {}).get("overlap", "off"))
 
     def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         self._seconds_in_attention = 0.0

@@ -57,6 +57,7 @@ class Executor(ABC):
 
     model: CausalLM
     attention: AttentionBackend
+    overlap: bool = False  # may the engine prepare a step while the one before it runs?
     compiler: str | None = None  # of the operators between the linear layers; None: they run as the model has them
     attention_s: float | None = None  # of the last `execute`: inside `LayerAttention`; None where it cannot be told
 

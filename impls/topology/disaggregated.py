@@ -67,6 +67,11 @@ class Disaggregated(WorkerGroup):
                 "batching=static computes every sequence of a batch from its first position on: a decode worker needs "
                 "a policy that goes on with what was computed (topology.decode.batching=continuous)"
             )
+        if arm.axes.get("execution", {}).get("overlap") == "on":
+            reasons.append(
+                "execution.overlap=on: what a worker takes in would be counted with the step that it reports, which is "
+                "not the one that it takes it in for"
+            )
         if (transfer := str(options["transfer"])) not in TRANSFERS:
             reasons.append(f"topology.transfer={transfer}: must be one of {', '.join(TRANSFERS)}")
         timeout_s = options["transfer_timeout_s"]

@@ -193,13 +193,13 @@ def test_what_is_recorded(tiny, prefix):
     for each in requests:
         engine.add_request(each)
         recorder.submitted(each, 0.0)
-    held, record = [], engine._record_reservations
+    held, prepare = [], engine._prepare
 
     def watched(*args):
-        record(*args)
         held.append(SIZE * (engine.kv.num_blocks - engine.kv.num_free_blocks))
+        return prepare(*args)
 
-    engine._record_reservations = watched
+    engine._prepare = watched
     while engine.has_work:
         recorder.step(engine.step(math.inf))
     table, steps = recorder.requests(), recorder.steps()

@@ -294,6 +294,18 @@ def test_a_compiled_model_is_told_apart_by_its_operators(monkeypatch: pytest.Mon
     calls = {group: sum(row["calls"] for row in rows if row["group"] == group) for group in ("linear", "attention")}
     assert calls == {"linear": n * 4 * LAYERS, "attention": n * (LAYERS + 1)}
     assert sum(row["cpu_s"] for row in rows if row["group"] == "elementwise") > 0
+    assert profile.trace is not None
+    events = [e for e in json.loads(gzip.decompress(profile.trace))["traceEvents"] if "dur" in e]
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert len(steps) == n
+    for step in steps:
+        within = inside(events, step)
+        assert [e["name"] for e in within if e["name"].startswith("layer ")] == [f"layer {i}" for i in range(LAYERS)]
+        for name in ("self_attn", "mlp"):
+            parts = named(within, name)
+            assert [len(named(inside(events, part), "impls::linear")) for part in parts] == [2] * LAYERS
+            attends = [len(named(inside(events, part), "impls::attend")) for part in parts]
+            assert attends == [name == "self_attn"] * LAYERS
 
 
 def test_no_prompt_finds_itself_in_the_prefix_cache() -> None:
@@ -309,13 +321,19 @@ def test_no_prompt_finds_itself_in_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["batching=static"], ["batching=chunked_prefill"], ["decoding=speculative", "proposer=layer_skip"]],
+    [
+        ["batching=static"],
+        ["batching=chunked_prefill"],
+        ["decoding=speculative", "proposer=layer_skip"],
+        ["execution.overlap=on"],
+    ],
 )
 def test_other_techniques_are_profiled_as_well(overrides: list[str]) -> None:
     found = Watched("attention=sdpa", *overrides)
     profile = found.profile()
     assert profile.summary is not None and profile.warnings == ()
     phases = {row["phase"] for row in profile.summary["operators"] if row["calls"]}
+    assert {"schedule", "prepare", "forward", "sample", "commit"} <= phases
     assert ("propose" in phases) == found.engine.decoder.uses_proposer
     if found.engine.decoder.uses_proposer:
         drafting = {row["group"] for row in profile.summary["operators"] if row["phase"] == "propose"}

@@ -52,7 +52,8 @@ def chart(report: Report) -> Chart:
     layout["xaxis"]["range"] = [0, 100]
     note = (
         "All steps of all ok trials, drain included; attention: the layers' storing and reading of K/V, forward: the "
-        "forward pass without it (with it where the table shows none); other: what no phase claims."
+        "forward pass without it (with it where the table shows none); other: what no phase claims. Shares are of all "
+        "phases together: with execution.overlap=on those of two steps run at once, and a step is shorter than its own."
     )
     return Chart("steptime", title, note, _table(seen, found), traces, layout, height)
 
@@ -61,7 +62,9 @@ def _table(arms: list[Arm], found: dict[str, dict[str, float]]) -> Table:
     rows = []
     for arm in arms:
         seconds = found[arm.name]
-        total, steps = sum(seconds.values()), sum(trial.num_steps for trial in arm.figures.trials)
+        trials, total = arm.figures.trials, sum(seconds.values())
+        steps = sum(trial.num_steps for trial in trials)
+        mean = sum(trial.steps_s for trial in trials) / steps
         shares = (percent_cell(seconds[p] / total) if p in seconds else Cell(MISSING) for p in PHASES)
-        rows.append([text_cell(arm.name), number_cell(steps, 0), number_cell(1e3 * total / steps, 2), *shares])
+        rows.append([text_cell(arm.name), number_cell(steps, 0), number_cell(1e3 * mean, 2), *shares])
     return Table(("arm", "steps (n)", "mean step (ms)", *PHASES), rows)
