@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impls import native
 from impls.precision.grouped import GroupedWeight, round_symmetrically, round_to_nearest
-from impls.precision.grouped_gemm import GroupedGemm, PackedGroups
+from impls.precision.grouped_gemm import GroupedGemm, PackedGroups, own_kernel
 from impls.precision.weight_only import as_groups, why_no_groups
 from impls.seams import Arm, LinearMethod, PackedLinear
 
@@ -31,8 +30,7 @@ class Gguf(LinearMethod):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # torch's own operators would round the FP16 scales to the activations' type.
-        self.kernel = "native_grouped" if device.type == "cpu" and native.available() else "dequantized"
+        self.kernel = own_kernel(device)  # torch's operators would round the FP16 scales to the activations' type
         self._gemms = {bits: GroupedGemm(device, bits, kernel=self.kernel) for bits in (4, 8)}
         self.activation_dtype = self._gemms[4].dtype
 

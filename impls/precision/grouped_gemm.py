@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,14 @@ from impls.precision.gemm import SCRATCH_ELEMENTS, linear_fp32
 from impls.precision.grouped import GroupedWeight
 from impls.seams import PackedLinear
 
-KERNELS = ("native_grouped", "torch_int4pack", "torch_int8pack", "dequantized")
+KERNELS = ("native_grouped", "triton_grouped", "torch_int4pack", "torch_int8pack", "dequantized")
 TORCH_KERNELS = {"torch_int4pack": (4, False), "torch_int8pack": (8, True)}  # bits, a scale for each row
+DEVICES = {
+    "native_grouped": ("cpu",),
+    "triton_grouped": ("cuda",),
+    "torch_int4pack": ("cpu", "cuda"),
+    "torch_int8pack": ("cpu",),
+}
 
 
 @dataclass
@@ -34,14 +42,16 @@ class GroupedGemm:
 
     native_grouped  a CPU with a C compiler: `impls.native` unpacks in registers, from 9 rows on once into the cache;
                     FP32 activations; FP16 scales and offsets
-    torch_int4pack  torch's CPU operator of 4 bits; out_features are padded to a multiple of 16
+    triton_grouped  CUDA from compute capability 8.0 on: the same words and scales, unpacked in registers
+    torch_int4pack  torch's operator of 4 bits, of a CPU or (tinygemm, made for few rows) of CUDA from 8.0 on; scales in
+                    the activations' type; out_features are padded to a multiple of 16
     torch_int8pack  torch's CPU operator of 8 bits, symmetric, a scale for each row of W
     dequantized     any device: the packed weights of native_grouped, made dense again for every product, a slice at a
                     time; the bytes are real, the speed is not what the format could reach
     """
 
     def __init__(self, device: torch.device, bits: int, by_row: bool = False, kernel: str = "auto") -> None:
-        """by_row: a scale for each row of W, symmetric. ValueError if ``kernel`` is unknown or cannot run this here."""
+        """by_row: a scale for each row of W. ValueError if ``kernel`` is unknown or cannot run this here."""
         self.device = device
         self.kernel = best_kernel(device, bits, by_row) if kernel == "auto" else kernel
         if why := why_not(self.kernel, device, bits, by_row):
@@ -49,6 +59,7 @@ class GroupedGemm:
         self.dtype = torch.float32 if self.kernel == "native_grouped" else activation_dtype(device)
         # torch's operators want scales in the activations' type.
         self.scale_dtype = self.dtype if self.kernel in TORCH_KERNELS else torch.float16
+        self._triton = _triton_grouped() if self.kernel == "triton_grouped" else None
 
     def pack(self, weight: GroupedWeight, bias: Tensor | None = None) -> PackedGroups:
         n, k = weight.values.shape
@@ -67,15 +78,29 @@ class GroupedGemm:
 
     def _int4pack(self, weight: GroupedWeight) -> dict[str, Tensor]:
         """torch computes (value - 8) * scale + zero: the zero is the offset plus 8 scales."""
-        n = weight.values.shape[0]
+        n, k = weight.values.shape
         padding = (0, 0, 0, -n % PANEL)
         values = F.pad(weight.values.to(torch.int32), padding)
         pairs = torch.stack((weight.scale, weight.offset + 8 * weight.scale), -1).transpose(0, 1)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
-        return {"weight": packed, "scale": F.pad(pairs, padding).to(self.scale_dtype).contiguous()}
+        if self.device.type == "cpu":
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+        else:
+            nibbles = (values[:, ::2] << 4 | values[:, 1::2]).to(self.device, torch.uint8)
+            inner_k_tiles = next(tiles for tiles in (8, 4, 2) if k % (16 * tiles) == 0)
+            packed = torch.ops.aten._convert_weight_to_int4pack(nibbles, inner_k_tiles)
+        return {"weight": packed, "scale": F.pad(pairs, padding).to(self.device, self.scale_dtype).contiguous()}
 
-    def matmul(self, x: Tensor, packed: PackedGroups) -> Tensor:
-        """x [rows, K] in ``dtype`` to [rows, N] in ``dtype``, bias added."""
+    def _int4pack_mm(self, x: Tensor, packed: PackedGroups, scale: Tensor) -> Tensor:
+        on_cpu = self.device.type == "cpu"
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
+        y: Tensor = multiply(x.contiguous(), packed.tensors["weight"], packed.group_size, scale)
+        return y[:, : packed.out_features]
+
+    def matmul(self, x: Tensor, packed: PackedGroups, x_scale: Tensor | None = None) -> Tensor:
+        """x [rows, K] in ``dtype`` to [rows, N] in ``dtype``, bias added.
+
+        x_scale: FP32 [rows], of an x in INT8, which ``triton_grouped`` alone takes, for at most 4 bits.
+        """
         n, weight, scale = packed.out_features, packed.tensors["weight"], packed.tensors["scale"]
         if not x.shape[0]:
             return x.new_empty(0, n)
@@ -84,10 +109,16 @@ class GroupedGemm:
                 x.contiguous(), weight, scale, n, bits=packed.bits, group_size=packed.group_size,
                 zero_point=packed.zero_point, bias=packed.bias,
             )  # fmt: skip
+        if self._triton is not None:
+            numbers = (packed.bits, packed.group_size, packed.zero_point)
+            y: Tensor = self._triton.linear_grouped(
+                x.contiguous(), weight, scale, n, *numbers, packed.bias, x_scale, self.dtype
+            )
+            return y
         if self.kernel == "dequantized":
             return self._dense_matmul(x, packed)
         if self.kernel == "torch_int4pack":
-            y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, packed.group_size, scale)[:, :n]
+            y = self._int4pack_mm(x, packed, scale)
         else:
             y = torch.ops.aten._weight_int8pack_mm(x, weight, scale)
         return y if packed.bias is None else y + packed.bias
@@ -110,9 +141,10 @@ class GroupedGemm:
             return weight.float() * scale.float().view(n, 1)
         if self.kernel == "torch_int4pack":
             # The operator itself is asked, as its layout is torch's own affair: the unit matrix picks every column.
-            unit = torch.eye(k, dtype=torch.float32)
-            dense: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(unit, weight, packed.group_size, scale.float())
-            return dense.t()[:n].contiguous()
+            # CUDA's makes the weights in BF16 anyway.
+            dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+            unit = torch.eye(k, dtype=dtype, device=self.device)
+            return self._int4pack_mm(unit, packed, scale.to(dtype)).t().float().contiguous()
         return self._dense_rows(packed, torch.arange(n, device=self.device))
 
     def rows(self, packed: PackedGroups, ids: Tensor) -> Tensor | None:
@@ -132,23 +164,43 @@ class GroupedGemm:
 
 
 def best_kernel(device: torch.device, bits: int, by_row: bool) -> str:
-    """torch's own operators where AVX512 makes them fast; elsewhere the C kernel, which needs a compiler alone."""
-    if device.type != "cpu":
-        return "dequantized"
+    """torch's own operators where AVX512 makes them fast; elsewhere the project's, where it runs."""
     fast = next((name for name, fits in TORCH_KERNELS.items() if fits == (bits, by_row)), None)
-    if fast and has_avx512():
+    if fast and device.type == "cpu" and has_avx512():
         return fast
-    return "native_grouped" if native.available() else "dequantized"
+    return own_kernel(device)
+
+
+def own_kernel(device: torch.device) -> str:
+    """The best one of those that keep scales and offsets in FP16, whatever the bits."""
+    own = "native_grouped" if device.type == "cpu" else "triton_grouped"
+    return "dequantized" if why_not(own, device, 4, False) else own
 
 
 def why_not(kernel: str, device: torch.device, bits: int, by_row: bool) -> str | None:
     """Why ``kernel`` cannot multiply weights of ``bits`` on ``device``; None if it can."""
     if kernel not in KERNELS:
         return f"kernel={kernel}: must be auto or one of {', '.join(KERNELS)}"
-    if kernel != "dequantized" and device.type != "cpu":
+    if device.type not in DEVICES.get(kernel, (device.type,)):
         return f"kernel={kernel}: not a kernel for device {device.type}"
     if kernel in TORCH_KERNELS and TORCH_KERNELS[kernel] != (bits, by_row):
         return f"kernel={kernel}: not for {bits} bits with a scale for each {'row' if by_row else 'group'}"
     if kernel == "native_grouped" and (why := native.why_unavailable()):
         return f"kernel={kernel}: {why}"
+    if kernel == "triton_grouped" and importlib.util.find_spec("triton") is None:
+        return f"kernel={kernel}: needs the package triton, which is not installed"
+    if kernel != "dequantized" and device.type == "cuda" and compute_capability(device) < (8, 0):
+        return f"kernel={kernel}: needs compute capability 8.0, whose tensor cores multiply BF16"
     return None
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """The highest where there is no GPU: then it is not the capability that is missing."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (99, 0)
+
+
+def _triton_grouped() -> ModuleType:
+    """Imported when it is used: the package exists on few CPU-only machines, and reads its settings then."""
+    from impls.precision import triton_grouped
+
+    return triton_grouped

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from impls import native
+from impls.precision.grouped_gemm import why_not
 from impls.precision.w8a8 import quantize_int8
 from impls.precision.weight_only import Int4, as_groups
 from impls.seams import Arm, PackedLinear
 
-KERNELS = ("native_w4a8", "dequantized")
+# And the kernel of `GroupedGemm` whose layout each reads.
+KERNELS = {"native_w4a8": "native_grouped", "triton_w4a8": "triton_grouped", "dequantized": "dequantized"}
 
 
 class W4A8(Int4):
@@ -21,6 +23,7 @@ class W4A8(Int4):
 
     native_w4a8  a CPU with a C compiler: integer products (VNNI, or the 8-bit multiply-add of AVX2), summed exactly
                  within a group, in FP32 from group to group
+    triton_w4a8  CUDA: the same integer products on tensor cores, by the kernel of triton_grouped
     dequantized  any device: the weights made dense for every product and multiplied by the activations' integers in
                  floating point; emulated
     """
@@ -38,8 +41,7 @@ class W4A8(Int4):
         kernel = best_kernel(device) if kernel == "auto" else kernel
         if why := why_no_kernel(kernel, device):
             raise ValueError(why)
-        layout = "native_grouped" if kernel == "native_w4a8" else kernel
-        super().__init__(device, group_size, head_bits, layout, permutation_seed)
+        super().__init__(device, group_size, head_bits, KERNELS[kernel], permutation_seed)
         self.kernel = kernel
         if kernel == "dequantized":
             self.emulated = "INT8 activations are multiplied in floating point: no kernel for W4A8 here"
@@ -61,21 +63,20 @@ class W4A8(Int4):
                 x.contiguous(), tensors["weight"], tensors["scale"], n, group_size=size, bias=packed.bias
             )
         values, scale = quantize_int8(x)
+        if self.kernel == "triton_w4a8":
+            return self._gemm.matmul(values, as_groups(packed), scale.view(-1))
         unscaled = self._gemm.matmul(values.to(self._gemm.dtype), as_groups(replace(packed, bias=None)))
         y = unscaled.float() * scale
         return (y if packed.bias is None else y + packed.bias.float()).to(self.activation_dtype)
 
 
 def best_kernel(device: torch.device) -> str:
-    return "native_w4a8" if device.type == "cpu" and native.available() else "dequantized"
+    return next(kernel for kernel in KERNELS if why_no_kernel(kernel, device) is None)
 
 
 def why_no_kernel(kernel: str, device: torch.device) -> str | None:
     """Why ``kernel`` cannot run on ``device``; None if it can."""
     if kernel not in KERNELS:
         return f"kernel={kernel}: must be auto or one of {', '.join(KERNELS)}"
-    if kernel == "native_w4a8" and device.type != "cpu":
-        return f"kernel={kernel}: not a kernel for device {device.type}"
-    if kernel == "native_w4a8" and (why := native.why_unavailable()):
-        return f"kernel={kernel}: {why}"
-    return None
+    why = why_not(KERNELS[kernel], device, 4, False)
+    return why and why.replace(KERNELS[kernel], kernel)

@@ -37,7 +37,7 @@ class WeightOnly(LinearMethod):
     ) -> None:
         super().__init__(device)
         self.group_size, self.permutation_seed = group_size, permutation_seed
-        self._gemm = GroupedGemm(device, self.bits, by_row=self._by_row(group_size), kernel=kernel)
+        self._gemm = GroupedGemm(device, self.bits, by_row=group_size is None, kernel=kernel)
         self.kernel = self._gemm.kernel
         self.activation_dtype = self._gemm.dtype
         self._head = self._method_of_head(head_bits)
@@ -46,13 +46,8 @@ class WeightOnly(LinearMethod):
         if bits == 16:
             return Bf16(self.device)
         if bits == 8:
-            return self if self._by_row(self.group_size) else Int8WeightOnly(self.device, head_bits=8)
+            return self if self.bits == 8 and self.group_size is None else Int8WeightOnly(self.device, head_bits=8)
         return self if self.bits == 4 else Int4(self.device, self.group_size, head_bits=4)
-
-    @classmethod
-    def _by_row(cls, group_size: int | None) -> bool:
-        """A symmetric scale for each output channel."""
-        return cls.bits == 8 and group_size is None
 
     @classmethod
     def weight_bits(cls, options: Mapping[str, Any]) -> float:
@@ -65,7 +60,7 @@ class WeightOnly(LinearMethod):
         options = arm.axes["precision"]
         size, kernel = options.get("group_size"), str(options.get("kernel", "auto"))
         bits, device = int(options.get("bits", cls.bits)), torch.device(arm.device)
-        why = None if kernel == "auto" else why_not(kernel, device, bits, cls._by_row(size))
+        why = None if kernel == "auto" else why_not(kernel, device, bits, size is None)
         return why_no_groups(size, arm.model) + ([why] if why else [])
 
     def quantize(self, weight: Tensor) -> GroupedWeight:

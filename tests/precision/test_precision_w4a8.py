@@ -75,7 +75,7 @@ def test_validate_gives_reasons() -> None:
 
     assert reasons(group_size=64) == [] == reasons(kernel="dequantized", device="cuda")
     assert "does not divide hidden_size=576" in reasons(group_size=128)[0]
-    assert "must be auto or one of native_w4a8, dequantized" in reasons(kernel="native_grouped")[0]
+    assert "must be auto or one of native_w4a8, triton_w4a8, dequantized" in reasons(kernel="native_grouped")[0]
     assert "not a kernel for device cuda" in reasons(kernel="native_w4a8", device="cuda")[0]
     with pytest.raises(ValueError, match="not a kernel for device"):
         W4A8(torch.device("meta"), kernel="native_w4a8")

@@ -22,10 +22,8 @@ def cases() -> list[WeightOnly]:
     found = []
     for method in METHODS:
         for group in (None, 32, 64):
-            by_row = method._by_row(group)
-            runnable = [k for k in grouped_gemm.KERNELS if grouped_gemm.why_not(k, CPU, method.bits, by_row) is None]
-            fitting = [k for k in runnable if k != "torch_int4pack" or group]
-            found += [method(CPU, group_size=group, kernel=kernel) for kernel in fitting]
+            why = {k: grouped_gemm.why_not(k, CPU, method.bits, group is None) for k in grouped_gemm.KERNELS}
+            found += [method(CPU, group_size=group, kernel=kernel) for kernel in why if why[kernel] is None]
     return found
 
 
