@@ -143,8 +143,11 @@ def test_all_ways_give_the_same_tokens_in_the_same_kind_of_record(study: Path) -
         for metric in ("output_tokens_per_s", "peak_memory_bytes", "weights_bytes", "startup_s"):
             assert run["metrics"][metric] > 0, metric
         assert run["metrics"]["mfu"] is None and run["linear_stages"] is None
-        times = found[name].requests["emission_times_s"]
-        assert [len(each) for each in times] == [int(n) for n in found[name].requests["output_tokens"]]
+        # One emission a token, but on a busy machine two that lie ready are picked up together.
+        rows = list(found[name].requests.itertuples())
+        assert all(len(row.emission_times_s) == len(row.emission_tokens) for row in rows)
+        assert [sum(row.emission_tokens) for row in rows] == [row.output_tokens for row in rows]
+        assert sum(len(row.emission_times_s) for row in rows) > sum(row.output_tokens for row in rows) / 2
         assert run["metrics"]["weights_bytes"] == found["engine_static"].run["metrics"]["weights_bytes"]
     assert found["impossible"].run["status"] == "not_run"
 
