@@ -228,6 +228,8 @@ def test_a_prefill_worker_that_stands_still_fails_what_it_had_alone(target: Any)
     assert found.errors and all("from worker prefill0: Timed out waiting 1000ms" in e for e in found.errors.values())
     assert found.ends.keys() == {request.request_id for request in MANY} and not found.errors.keys() & OTHERS
     assert target.call(_held) == [0, 0, 0]
+    rows = [name for stats in found.steps if stats.worker == "decode0" for name in stats.scheduled]
+    assert all(rows.count(name) == 1 for name in found.errors), "it went on without keys and values"
     known = target.call(_known)[-1]
     assert not any(known[name] for name in found.errors), "the decode worker would share what it never got"
 
