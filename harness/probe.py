@@ -22,6 +22,7 @@ from impls.seams import LinearMethod
 VERSION = 2  # of what is measured and how; 1 read memory where 2 copies it
 MAX_AGE_S = 30 * 24 * 3600.0
 PROBE_S = 0.35
+FREE_SHARE = 0.75  # of the processors' time
 GEMM_ROWS, GEMM_SIZE = 512, 1024
 COPY_BYTES = 128 * 2**20  # read and as many written: together more than a last-level cache holds
 
@@ -34,7 +35,7 @@ def peaks(device: str, method: LinearMethod, cache_dir: Path) -> Peaks:
 
     The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic. What
     is kept is measured again after `MAX_AGE_S`, or where it cannot be read, and is of this machine, number of threads,
-    version of torch, method and version of the probe.
+    version of torch, method and version of the probe. What is measured while others hold the processors is not kept.
     """
     if device == "cuda":
         known = datasheet_peaks(torch.cuda.get_device_name(0), method.arithmetic)
@@ -45,9 +46,17 @@ def peaks(device: str, method: LinearMethod, cache_dir: Path) -> Peaks:
     path = cache_dir / f"peaks-{digest}.json"
     found = _kept(path, key)
     if found is None:
-        found = Peaks(gemm_flops_per_s(device, method), copy_bytes_per_s(device), "measured")
-        _keep(path, key, found)
+        flops_per_s = gemm_flops_per_s(device, method)
+        begun, spent = time.perf_counter(), time.process_time()
+        found = Peaks(flops_per_s, copy_bytes_per_s(device), "measured")
+        if device == "cuda" or undisturbed(time.process_time() - spent, time.perf_counter() - begun):
+            _keep(path, key, found)
     return found
+
+
+def undisturbed(cpu_s: float, wall_s: float) -> bool:
+    """Whether a copy, which all threads share, had their processors to itself."""
+    return cpu_s >= FREE_SHARE * torch.get_num_threads() * wall_s
 
 
 def probe_key(device: str, method: LinearMethod) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from impls.precision.int8 import Int8
 from impls.seams import LinearMethod
 
 CPU = torch.device("cpu")
+UNDISTURBED = probe.undisturbed
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"COPY_BYTES": 2**12, "GEMM_ROWS": 3, "GEMM_SIZE": 64, "PROBE_S": 0.001}.items():
         monkeypatch.setattr(probe, name, value)
+    monkeypatch.setattr(probe, "undisturbed", lambda cpu_s, wall_s: True)
 
 
 def takes(seconds: float, done: list[object]) -> Callable[[Callable[[], object], str], float]:
@@ -102,6 +104,18 @@ def test_a_peak_is_measured_once_for_each_machine_and_method(
         assert len(probed) == count + 1, name
     assert probe.peaks("cpu", Fp32(CPU), tmp_path) == first
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"]
+
+
+def test_a_peak_of_a_busy_machine_is_not_kept(
+    probed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "undisturbed", UNDISTURBED)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for cpu_s, flops_per_s in ((0.9, 1.0), (1.4, 2.0), (1.6, 3.0), (0.1, 3.0)):  # of 1 s on 2 threads
+        spent, wall = iter((0.0, cpu_s)), iter((0.0, 1.0))
+        monkeypatch.setattr(probe.time, "process_time", lambda spent=spent: next(spent))
+        monkeypatch.setattr(probe.time, "perf_counter", lambda wall=wall: next(wall))
+        assert probe.peaks("cpu", Fp32(CPU), tmp_path).flops_per_s == flops_per_s
 
 
 def test_a_peak_is_measured_again_after_a_month_or_if_it_is_from_the_future(
