@@ -248,6 +248,7 @@ def test_whoever_is_about_to_end_makes_room_before_anybody_yields(tiny):
     for overlap in ("off", "on"):
         _, results = serve(engine_for(tiny, overlap, budget_tokens=32), [(0, a), (0, b)])
         assert sum(s.preempted for s in stats_of(results)) == 0
+        assert sum(sum(s.query_lens) for s in stats_of(results)) == 16 + 20, "nothing is computed twice"
 
 
 @pytest.mark.parametrize("name", ["swap", "continuous"])
