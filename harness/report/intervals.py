@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from harness.report.parts import MISSING, floats, number
+from harness.report.parts import MISSING, Cell, floats, number
 from harness.statistics import interval
 
-INTERVAL_FROM = 3  # trials; an interval of two is many times as wide as they are apart
+INTERVAL_FROM = 3  # trials, or texts; an interval of two is many times as wide as they are apart
 
 Bounds = tuple[float | None, float | None]  # both None: there is no interval
 
@@ -36,3 +37,9 @@ def error_bars(medians: Sequence[float | None], bounds: Sequence[Bounds], colour
 def bounds_text(bounds: Bounds, digits: int) -> str:
     low, high = bounds
     return MISSING if low is None or high is None else f"[{number(low, digits)}, {number(high, digits)}]"
+
+
+def beside(cell: Cell, bounds: Bounds, text: Callable[[float | None], str]) -> Cell:
+    """The cell of a figure with its interval behind it, where there is one: `17.5 [16.9, 18.1]`."""
+    low, high = bounds
+    return cell if low is None or high is None else replace(cell, text=f"{cell.text} [{text(low)}, {text(high)}]")

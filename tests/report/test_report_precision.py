@@ -61,6 +61,9 @@ def test_precision_is_compared_where_nothing_else_differs(ladder: Path) -> None:
         if arm.name in medians:
             assert medians[arm.name]["y"] == [pytest.approx(arm.metrics["output_tokens_per_s"], abs=1e-5)]
             assert medians[arm.name]["x"] == [325.0]
+    (rate,), bars = medians["int8"]["y"], medians["int8"]["error_y"]
+    low, high = rate - bars["arrayminus"][0], rate + bars["array"][0]
+    assert found.table.rows[1][3].text == f"{rate:,.1f} [{low:,.1f}, {high:,.1f}]"
     assert medians["fp8"]["marker"]["symbol"].endswith("-open") and "fp8" in found.note
     assert not medians["int8"]["marker"]["symbol"].endswith("-open")
     assert "No quality was measured" in found.note and "yaxis2" not in found.layout
@@ -87,6 +90,28 @@ def test_quality_that_was_measured_is_drawn_under_the_bytes_that_it_costs(quanti
     row = dict(zip(found.table.columns, [cell.text for cell in found.table.rows[1]], strict=True))
     assert (row["precision"], row["weights"], row["perplexity"]) == ("int8", "200 MB", "17.625")
     assert (row["KL to bf16 (nat)"], row["top-1 agreement (%)"], row["equal output"]) == ("0.00125", "98.5 %", MISSING)
+
+
+def test_quality_has_the_interval_over_its_texts_if_these_are_enough(tmp_path: Path) -> None:
+    plans = (ArmPlan("two texts"), ArmPlan("three texts", precision="int8"))
+    ends = {"perplexity": (17.0, 18.5), "kl_vs_bf16": (-0.001, 0.002), "top1_agreement": (0.98, 0.99)}
+    write_plan(tmp_path, plans, 1, 4)
+    for texts, plan in enumerate(plans, start=2):
+        quality = {name: {"low": low, "high": high} for name, (low, high) in ends.items()}
+        write_measured(tmp_path, "ladder", plan, 0, 4, QUALITY["int8"], quality={"texts": texts, **quality})
+    found = chart(load(tmp_path), WEIGHTS)
+    points = {(t["name"], t["yaxis"]): t for t in found.traces if "yaxis" in t}
+    for axis, scale, (low, high) in zip(("y2", "y3", "y4"), (1, 1, 100), ends.values(), strict=True):
+        assert points["two texts", axis]["error_y"]["array"] == [None]
+        (value,), bars = points["three texts", axis]["y"], points["three texts", axis]["error_y"]
+        assert value - bars["arrayminus"][0] == pytest.approx(scale * low, abs=1e-5)
+        assert value + bars["array"][0] == pytest.approx(scale * high, abs=1e-5)
+        assert bars["color"] == points["three texts", axis]["marker"]["color"]
+    assert [[cell.text for cell in row[-4:-1]] for row in found.table.rows] == [
+        ["17.625", "0.00125", "98.5 %"],
+        ["17.625 [17.000, 18.500]", "0.00125 [-0.00100, 0.00200]", "98.5 % [98.0 %, 99.0 %]"],
+    ]
+    assert "95 %, over the texts" in found.note
 
 
 def test_kv_dtypes_are_compared_by_what_a_token_takes_of_the_budget(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from harness.report.charts.roofline import Roof
 from harness.report.data import Report, load
 from harness.report.figures import step_figures
 from harness.report.work import pooled
+from harness.statistics import interval
 
 LIMITS = {"flops_per_s": 100e9, "bytes_per_s": 20e9, "source": "measured"}
 FLOPS, BYTES = 1e9, 2.7e8  # of every step of the scripted engine
@@ -82,6 +84,7 @@ def test_points_and_roofs_are_those_of_the_records(limited: Report) -> None:
     decode = [s[(s["prefill_tokens"] == 0) & (s["decode_tokens"] > 0)] for s in steps]
     count, seconds = sum(map(len, decode)), sum((s["end_s"] - s["start_s"]).sum() for s in decode)
     assert large[1]["y"] == [pytest.approx(count * FLOPS / seconds * 1e-9, abs=1e-5)]
+    assert [t[f"error_{axis}"]["array"] for t in large for axis in "xy"] == [[None]] * 8  # two trials have no interval
     roofs = {t["name"]: t for t in found.traces if t["mode"] == "lines+text"}
     assert set(roofs) == {"bf16: 100 GFLOP/s, measured", "int8: 200 GFLOP/s, measured"}
     for peak, line in zip((100, 200), roofs.values(), strict=True):
@@ -91,6 +94,26 @@ def test_points_and_roofs_are_those_of_the_records(limited: Report) -> None:
     assert (row["arm"], row["steps"], row["steps (n)"], row["bound by"]) == ("paged", "decode", str(count), "memory")
     assert row["roof there (GFLOP/s)"] == f"{20 * FLOPS / BYTES:.1f}"
     assert row["of the roof"] == f"{100 * (count * FLOPS / seconds) / (20e9 * FLOPS / BYTES):.1f} %"
+
+
+def test_points_have_the_interval_of_their_trials(ladder: Path) -> None:
+    report = load(ladder)
+    found = roofline.chart(report)
+    arm = next(arm for arm in report.arms if arm.name == "continuous")
+    point = [t for t in found.traces if t["name"] == arm.name and "error_y" in t][-1]
+    rates = []
+    for trial in arm.ok:
+        decode = trial.steps[(trial.steps["prefill_tokens"] == 0) & (trial.steps["decode_tokens"] > 0)]
+        rates.append(len(decode) * FLOPS / (decode["end_s"] - decode["start_s"]).sum() * 1e-9)
+    bounds = interval([math.log(rate) for rate in rates])
+    assert len(set(rates)) == 3 and bounds is not None
+    low, high = map(math.exp, bounds)
+    assert point["y"][0] - point["error_y"]["arrayminus"][0] == pytest.approx(low, abs=1e-4)
+    assert point["y"][0] + point["error_y"]["array"][0] == pytest.approx(high, abs=1e-4)
+    assert (point["error_x"]["array"], point["error_y"]["color"]) == ([0], arm.colour)  # every step has one intensity
+    row = next(row for row in found.table.rows if [row[0].text, row[1].text] == [arm.name, "decode"])
+    assert [row[3].text, row[4].text] == ["3.70 [3.70, 3.70]", f"{row[4].value * 1e-9:,.2f} [{low:,.2f}, {high:,.2f}]"]
+    assert "95 % interval" in found.note
 
 
 def test_without_limits_there_are_points_and_no_roof(ladder: Path) -> None:

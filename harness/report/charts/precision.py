@@ -9,8 +9,10 @@ from typing import Any
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.equal_burst import median_rates
-from harness.report.intervals import INTERVAL_FROM, around, error_bars
+from harness.report.intervals import INTERVAL_FROM, around, beside, error_bars
 from harness.report.parts import Cell, Chart, Table, byte_size, fixed, floats, label, number_cell, percent, text_cell
+from harness.report.quality import DRAWN, EQUAL_OUTPUT, Quality
+from harness.statistics import CONFIDENCE
 
 SPEED = "output_tokens_per_s"
 PANEL_PX, QUALITY_PX, GAP_PX, MARGIN = 260, 120, 26, {"l": 58, "r": 14, "t": 24, "b": 46}
@@ -27,22 +29,6 @@ class Kept:
     unit: str
     scale: float
     note: str
-
-
-@dataclass(frozen=True)
-class Quality:
-    """A metric of what the numbers cost; ``from_zero``: the axis starts there."""
-
-    metric: str
-    shown: str
-    text: Callable[[float | None], str]
-    unit: str = ""
-    scale: float = 1.0
-    from_zero: bool = False
-
-    @property
-    def axis(self) -> str:
-        return f"{self.shown} ({self.unit})" if self.unit else self.shown
 
 
 def weights_bytes(arm: Arm) -> float | None:
@@ -65,12 +51,6 @@ WEIGHTS = Kept(
 KEYS_AND_VALUES = Kept(
     *("kvdtype", "kv_dtype", "K/V of a token", kv_bytes_a_token, "kB", 1e-3),
     note="K/V of a token: the cache's budget over the positions that it holds.",
-)
-EQUAL_OUTPUT = Quality("equivalence", "equal output", percent)
-DRAWN = (
-    Quality("perplexity", "perplexity", fixed(3)),
-    Quality("kl_vs_bf16", "KL to bf16", fixed(5), "nat", from_zero=True),
-    Quality("top1_agreement", "top-1 agreement", percent, "%", 100.0),
 )
 
 
@@ -121,11 +101,17 @@ def chart(report: Report, kept: Kept) -> Chart:
         note += " Equal requests that come at once: prefill tok/s is prompt tokens / TTFT, decode tok/s requests / ITL."
     if kept is WEIGHTS:
         note += _permutations(seen)
-    if not drawn:
+    if drawn:
+        note += (
+            f" Intervals of quality: {percent(CONFIDENCE, 0)}, over the texts that it was measured on, where there are "
+            f"at least {INTERVAL_FROM}; perplexity's is mostly of how texts differ, which they do for all arms alike."
+        )
+    else:
         note += " No quality was measured here."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart(kept.key, title, note, _table(seen, sizes, kept, drawn, phases), traces, layout, height)
+    table = _table(seen, sizes, kept, drawn, phases, report.confidence)
+    return Chart(kept.key, title, note, table, traces, layout, height)
 
 
 def _permutations(seen: Sequence[Arm]) -> str:
@@ -197,12 +183,14 @@ def _speed(arm: Arm, size: float, kept: Kept, confidence: float) -> list[dict[st
 
 
 def _quality(arm: Arm, size: float, quality: Quality, index: int) -> dict[str, Any]:
-    value = arm.metrics.get(quality.metric)
+    known = (arm.metrics.get(quality.metric), *quality.bounds(arm))
+    value, low, high = (None if each is None else each * quality.scale for each in known)
     return {
         **_shared(arm),
         "mode": "markers",
         "x": floats([size], 3),
-        "y": floats([None if value is None else value * quality.scale], 6),
+        "y": floats([value], 6),
+        "error_y": error_bars([value], [(low, high)], arm.colour),
         "marker": {"color": arm.colour, "symbol": arm.marker, "size": 10},  # emulated arithmetic has its real quality
         "hovertemplate": f"%{{fullData.name}}<br>{quality.shown} %{{y:.5g}} {quality.unit}<extra></extra>",
         "yaxis": f"y{index + 2}",
@@ -248,20 +236,22 @@ def _table(
     kept: Kept,
     drawn: Sequence[Quality],
     phases: Mapping[int, tuple[float | None, float | None]],
+    confidence: float,
 ) -> Table:
     qualities = (EQUAL_OUTPUT, *drawn)
     rows = []
     for arm in arms:
         size = Cell(byte_size(sizes[arm.index]), sizes[arm.index])
+        of_trials = around(list(arm.by_trial(output_rate).values()), confidence)
         rows.append(
             [
                 text_cell(arm.name),
                 text_cell(option(arm, kept.group)),
                 arm.cell("weights_bytes", byte_size) if kept is WEIGHTS else size,
-                arm.cell(SPEED, fixed(1)),
+                beside(arm.cell(SPEED, fixed(1)), of_trials, fixed(1)),
                 arm.cell("itl_s.p50", fixed(1, 1e3)),
                 *(number_cell(rate, 0) for rate in phases.get(arm.index, ())),
-                *(arm.cell(quality.metric, quality.text) for quality in qualities),
+                *(quality.cell(arm) for quality in qualities),
                 number_cell(len(arm.ok), 0),
             ]
         )

@@ -8,15 +8,18 @@ from typing import Any
 
 from harness.report.data import Arm, Report, middle
 from harness.report.figures import step_columns
+from harness.report.intervals import INTERVAL_FROM, Bounds, around, beside, error_bars
 from harness.report.parts import (
     LEGEND_ABOVE,
     MISSING,
     Cell,
     Chart,
     Table,
+    fixed,
     floats,
     label,
     number_cell,
+    percent,
     percent_cell,
     text_cell,
 )
@@ -63,7 +66,7 @@ def chart(report: Report) -> Chart:
         return Chart("roofline", title, "", Table((), ()), empty=nothing)
     roofs = {arm.index: known for arm in seen if (known := roof(arm)) is not None}
     limit = report.points(STEPS_A_KIND, 10)
-    traces = [trace for arm in seen for trace in _points(arm, found[arm.index], limit)]
+    traces = [trace for arm in seen for trace in _points(arm, found[arm.index], report.confidence, limit)]
     works = [work for by_kind in found.values() for work in by_kind.values()]
     start, end = min(work.least for work in works) / 1.5, max(work.most for work in works) * 1.5
     traces += _roof_lines([arm for arm in seen if arm.index in roofs], roofs, start, end)
@@ -77,16 +80,18 @@ def chart(report: Report) -> Chart:
     steps = sum(work.steps for work in works)
     small = sum(len(trace["x"]) for trace in traces if "opacity" in trace)
     note = (
-        "Large: all steps of a kind together, over the ok trials; small: single steps of one trial. Filled: steps that "
-        "prefill anything; open: steps that only decode. Time is the whole step's; bytes are the least that it must "
-        f"move (weights, K/V), so a point lies rather too far right. {small:,} of {steps:,} steps drawn, extremes kept."
+        f"Large: all steps of a kind together, over the ok trials, with {percent(report.confidence, 0)} intervals of "
+        f"what each trial gave where there are at least {INTERVAL_FROM}; small: single steps of one trial. Filled: "
+        "steps that prefill anything; open: steps that only decode. Time is the whole step's; bytes are the least that "
+        f"it must move (weights, K/V), so a point lies rather too far right. {small:,} of {steps:,} steps drawn, "
+        "extremes kept."
     )
     left_out = [arm.name for arm in report.arms if arm.emulated]
     if left_out:
         note += f" Speed emulated, so not drawn: {', '.join(left_out)}."
     if not roofs:
         note += " No roof: these records do not say what the machine could do."
-    return Chart("roofline", title, note, _table(seen, found, roofs), traces, layout, 420)
+    return Chart("roofline", title, note, _table(seen, found, roofs, report.confidence), traces, layout, 420)
 
 
 def work_of(arm: Arm) -> dict[str, Work]:
@@ -94,7 +99,14 @@ def work_of(arm: Arm) -> dict[str, Work]:
     return pooled(trial.work for trial in arm.figures.trials)
 
 
-def _points(arm: Arm, works: Mapping[str, Work], limit: int) -> list[dict[str, Any]]:
+def _bounds(arm: Arm, kind: str, confidence: float) -> tuple[Bounds, Bounds]:
+    """Of FLOP per byte and of GFLOP/s, over the ok trials that have such steps."""
+    works = [trial.work[kind] for trial in arm.figures.trials if kind in trial.work]
+    rates = [work.flops_per_s * 1e-9 for work in works]
+    return around([work.intensity for work in works], confidence), around(rates, confidence)
+
+
+def _points(arm: Arm, works: Mapping[str, Work], confidence: float, limit: int) -> list[dict[str, Any]]:
     shown = step_work(step_columns(arm.ok[0], COLUMNS))
     traces: list[dict[str, Any]] = []
     for kind, work in works.items():
@@ -114,11 +126,14 @@ def _points(arm: Arm, works: Mapping[str, Work], limit: int) -> list[dict[str, A
                     "hoverinfo": "skip",
                 }
             )
+        intensity, rate = _bounds(arm, kind, confidence)
         traces.append(
             {
                 **shared,
                 "x": floats([work.intensity]),
                 "y": floats([work.flops_per_s * 1e-9]),
+                "error_x": error_bars([work.intensity], [intensity], arm.colour),
+                "error_y": error_bars([work.flops_per_s * 1e-9], [rate], arm.colour),
                 "marker": {
                     "symbol": symbol,
                     "size": 13,
@@ -162,20 +177,23 @@ def _roof_lines(arms: list[Arm], roofs: Mapping[int, Roof], start: float, end: f
     return lines
 
 
-def _table(arms: list[Arm], found: Mapping[int, Mapping[str, Work]], roofs: Mapping[int, Roof]) -> Table:
+def _table(
+    arms: list[Arm], found: Mapping[int, Mapping[str, Work]], roofs: Mapping[int, Roof], confidence: float
+) -> Table:
     rows = []
     for arm in arms:
         known = roofs.get(arm.index)
         for kind, work in found[arm.index].items():
             at = None if known is None else known.at(work.intensity)
+            intensity, rate = _bounds(arm, kind, confidence)
             bound = "" if known is None else "arithmetic" if work.intensity > known.ridge else "memory"
             rows.append(
                 [
                     text_cell(arm.name),
                     text_cell(kind),
                     number_cell(work.steps, 0),
-                    number_cell(work.intensity, 2),
-                    number_cell(work.flops_per_s, 2, 1e-9),
+                    beside(number_cell(work.intensity, 2), intensity, fixed(2)),
+                    beside(number_cell(work.flops_per_s, 2, 1e-9), rate, fixed(2)),
                     number_cell(work.flops_per_s / work.intensity, 2, 1e-9),
                     Cell(MISSING) if at is None else number_cell(at, 1, 1e-9),
                     Cell(MISSING) if at is None else percent_cell(work.flops_per_s / at),
