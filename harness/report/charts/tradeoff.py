@@ -8,14 +8,13 @@ from typing import Any
 
 from harness.report.data import Arm, Report
 from harness.report.intervals import INTERVAL_FROM, Bounds, around, bounds_text, error_bars
-from harness.report.parts import MISSING, Cell, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
+from harness.report.parts import Cell, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
 from harness.summary import incomparable
 
 Point = tuple[float, float]  # tok/s per user, tok/s
 
 BOTH = "%{y:.1f} tok/s, %{x:.1f} tok/s per user<extra></extra>"
 LABELLED_ARMS = 12  # more labels than that cover one another
-NAMED_BETTER = 3  # of the arms that beat one
 
 
 def chart(report: Report) -> Chart:
@@ -58,7 +57,7 @@ def chart(report: Report) -> Chart:
         note += f" Without both figures, so not drawn: {', '.join(left_out)}."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart("tradeoff", title, note, _table(seen, points, bounds, groups), traces, layout, 400)
+    return Chart("tradeoff", title, note, _table(seen, points, bounds), traces, layout, 400)
 
 
 # --- the frontier -----------------------------------------------------------------------------------------------------
@@ -88,11 +87,6 @@ def _without_load(arm: Arm) -> dict[str, Any]:
     if isinstance(workload, Mapping):
         workload = {key: value for key, value in workload.items() if key not in ("arrivals", "num_requests")}
     return {**run, "config": {**run["config"], "workload": workload}, "seed": None}
-
-
-def better(point: Point, others: Mapping[str, Point]) -> list[str]:
-    """Those that are as good in both figures, and better in one."""
-    return [name for name, other in others.items() if other != point and other[0] >= point[0] and other[1] >= point[1]]
 
 
 def _frontier(group: Sequence[Arm], points: Mapping[str, Point]) -> dict[str, Any]:
@@ -181,15 +175,7 @@ def _room(points: Mapping[str, Point], coordinate: int) -> float:
     return round(1.14 * highest, 6)
 
 
-def _table(
-    arms: Sequence[Arm],
-    points: Mapping[str, Point],
-    bounds: Mapping[str, Sequence[Bounds]],
-    groups: Sequence[Sequence[Arm]],
-) -> Table:
-    beyond = {
-        arm.name: better(points[arm.name], {a.name: points[a.name] for a in group}) for group in groups for arm in group
-    }
+def _table(arms: Sequence[Arm], points: Mapping[str, Point], bounds: Mapping[str, Sequence[Bounds]]) -> Table:
     rows = []
     for arm in arms:
         rows.append(
@@ -200,16 +186,8 @@ def _table(
                 arm.cell("itl_s.p50", fixed(1, 1e3)),
                 number_cell(points[arm.name][0], 1),
                 Cell(bounds_text(bounds[arm.name][0], 1)),
-                text_cell(_beaten_by(beyond[arm.name]) if arm.name in beyond else MISSING),
                 number_cell(len(arm.ok), 0),
             ]
         )
     columns = ("arm", "output tok/s", "interval (tok/s)", "ITL p50 (ms)", "tok/s per user", "interval (tok/s per user)")
-    return Table((*columns, "beaten by", "trials (n)"), rows)
-
-
-def _beaten_by(names: Sequence[str]) -> str:
-    if not names:
-        return "none: on the frontier"
-    more = f" and {len(names) - NAMED_BETTER} more" if len(names) > NAMED_BETTER else ""
-    return ", ".join(names[:NAMED_BETTER]) + more
+    return Table((*columns, "trials (n)"), rows)
