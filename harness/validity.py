@@ -164,10 +164,9 @@ def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str
     readings = readings[readings["source"].str.startswith("gpu")]
     found = []
     for gpu, samples in readings[readings["name"] == "throttle_reasons"].groupby("source"):
-        bits = samples["value"].to_numpy(np.int64) & ~NO_THROTTLING
+        bits = slowing(samples["value"].to_numpy(float))
         if bits.any():
-            seen = [1 << i for i in range(int(bits.max()).bit_length()) if (bits & (1 << i)).any()]
-            reasons = [f"{THROTTLE_REASONS.get(bit, hex(bit))} {_percent(bits & bit != 0)}" for bit in seen]
+            reasons = [f"{reason} {_percent(seen)}" for reason, seen in reasons_of(bits).items()]
             share = f"{_percent(bits != 0)} of {len(bits)} samples"
             found.append(f"GPU clock throttling: {gpu} in {share} ({', '.join(reasons)})")
     for gpu, samples in readings[readings["name"] == "other_processes"].groupby("source"):
@@ -176,6 +175,17 @@ def gpu_warnings(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> list[str
             share = f"{_percent(others > 0)} of {len(others)} samples"
             found.append(f"GPU sharing: other processes on {gpu} in {share}, up to {int(others.max())} at once")
     return found
+
+
+def slowing(recorded: Floats) -> npt.NDArray[np.int64]:
+    """NVML's bits, without those that do not say that a clock is held back."""
+    return recorded.astype(np.int64) & ~NO_THROTTLING
+
+
+def reasons_of(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Of `slowing`: why clocks were held back, by name (a bit that has none by its number), and in which samples."""
+    seen = [1 << i for i in range(int(bits.max(initial=0)).bit_length()) if (bits & (1 << i)).any()]
+    return {THROTTLE_REASONS.get(bit, hex(bit)): bits & bit != 0 for bit in seen}
 
 
 def _answered(telemetry: pd.DataFrame, window: Mapping[str, Any]) -> pd.DataFrame:

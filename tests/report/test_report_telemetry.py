@@ -80,3 +80,9 @@ def test_an_idle_gpu_or_clocks_that_somebody_set_hold_nothing_back(bits: int) ->
     series = next(each for each in telemetry.SERIES if each.name == telemetry.THROTTLE)
     recorded = np.array([float(bits)])
     assert series.values(recorded).tolist() == [0] and series.quantity(recorded) == f"{HELD_BACK} (%)"
+
+
+def test_a_reason_that_nvml_may_add_is_named_by_its_bit() -> None:
+    series = next(each for each in telemetry.SERIES if each.name == telemetry.THROTTLE)
+    recorded = np.array([0.0, 4096.0])
+    assert series.values(recorded).tolist() == [0, 100] and series.quantity(recorded) == f"{HELD_BACK} (%): 0x1000"

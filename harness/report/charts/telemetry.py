@@ -14,7 +14,7 @@ from harness.report.data import Arm, Report
 from harness.report.panels import panel_arms, time_range, which_trials
 from harness.report.parts import LEGEND_ABOVE, Cell, Chart, Table, floats, label, number, number_cell, text_cell
 from harness.report.sampling import extremes
-from harness.validity import NO_THROTTLING, THROTTLE_REASONS
+from harness.validity import reasons_of, slowing
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,12 +29,11 @@ class Series(NamedTuple):
     scale: float = 1.0
 
     def values(self, recorded: Floats) -> Floats:
-        return 100.0 * (_slowing(recorded) != 0) if self.name == THROTTLE else recorded * self.scale
+        return 100.0 * (slowing(recorded) != 0) if self.name == THROTTLE else recorded * self.scale
 
     def quantity(self, recorded: Floats) -> str:
         """For the table; of clocks with the reasons why they were held back."""
-        reasons = THROTTLE_REASONS.items() if self.name == THROTTLE else ()
-        seen = [reason for bit, reason in reasons if (_slowing(recorded) & bit).any()]
+        seen = reasons_of(slowing(recorded)) if self.name == THROTTLE else ()
         return f"{self.meaning} ({self.unit}){': ' if seen else ''}{', '.join(seen)}"
 
 
@@ -152,11 +151,6 @@ def _samples(trial: TrialRecord) -> dict[str, dict[str, tuple[Floats, Floats]]]:
     for (name, source), samples in known.groupby(["name", "source"]):
         found.setdefault(str(name), {})[str(source)] = samples["t_s"].to_numpy(float), samples["value"].to_numpy(float)
     return found
-
-
-def _slowing(recorded: Floats) -> npt.NDArray[np.int64]:
-    """NVML's bits, without those that do not say that a clock is held back."""
-    return recorded.astype(np.int64) & ~NO_THROTTLING
 
 
 # --- what it cost to look ---------------------------------------------------------------------------------------------
