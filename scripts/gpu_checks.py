@@ -64,21 +64,23 @@ def affordable_layers(device: str, model: str, builds: int, seconds: float) -> i
 
 
 def nvml_answers() -> None:
-    source = gpu_source()
-    assert source is not None, "NVML does not answer"
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    source = gpu_source()  # of the GPUs that hold something of ours
+    assert source is not None, "NVML does not answer"
     for _ in range(2):  # a rate needs two readings, and something to see between them
         for _ in range(50):
             square @ square
         torch.cuda.synchronize()
         time.sleep(0.2)  # GPM gives no figure for less than 0.1 s; what lies behind us counts
         readings = source.read()
+    source.close()
     for reading in readings:
         print(*reading)
     known = {reading.name for reading in readings if reading.value is not None}
     gpm = "GPM answers" if "sm_active_percent" in known else "no figure of GPM: a GPU older than Hopper, or a slice?"
     print(gpm)
-    missing = {"utilization_percent", "memory_used_bytes", "power_w", "sm_clock_hz", "temperature_c"} - known
+    always = {"utilization_percent", "memory_used_bytes", "power_w", "energy_j", "sm_clock_hz", "temperature_c"}
+    missing = always - known
     assert not missing, f"NVML gives no {missing}"
 
 
