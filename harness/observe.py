@@ -23,7 +23,8 @@ from impls.request import Request
 from impls.seams import StepResult
 from workloads.stream import RequestStream
 
-LEAD_S = 0.05  # enough for a first round of samples, which waits 40 ms for a GPU without GPM
+# Enough for a first round of samples: all counters come at once, then a GPU without GPM keeps it waiting for 40 ms.
+LEAD_S = 0.05
 
 
 @dataclass(frozen=True)

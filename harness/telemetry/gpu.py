@@ -39,11 +39,11 @@ class GpuSource(Source):
                 continue  # one GPU that refuses leaves the others
 
     def read(self) -> Sequence[Reading]:
-        readings: list[Reading] = []
+        """Every GPU's counters first, at the time that the round is stamped with: for its activity one may wait."""
+        fields = [(ordinal, field) for ordinal, device in self._devices.items() for field in self._fields(device)]
         for ordinal, device in self._devices.items():
-            fields = (*self._fields(device), *self._activity(ordinal, device))
-            readings += [Reading(f"gpu{ordinal}", *field) for field in fields]
-        return readings
+            fields += [(ordinal, field) for field in self._activity(ordinal, device)]
+        return [Reading(f"gpu{ordinal}", *field) for ordinal, field in fields]
 
     def close(self) -> None:
         for gpm in self._gpm.values():

@@ -21,7 +21,6 @@ from harness.arm import resolve_study
 from harness.block import run_block
 from harness.compose import compose_arm
 from harness.drive import RealClock, drive
-from harness.observe import LEAD_S
 from harness.records import TrialRecord, read_trial
 from harness.run_dir import pending_blocks, read_plan
 from harness.trial_record import judge, unnatural_prompts
@@ -33,6 +32,7 @@ from workloads import build_stream
 from workloads.stream import RequestStream
 
 SEQUENCES = 3
+LEAD_S = 10 * harness.observe.LEAD_S  # here, where other tests may keep the sampler's thread waiting
 ARM = [
     *("study=none", "model=tiny", "device=cpu", "device.threads=1", "attention=sdpa", "workload/prompts=random"),
     *("workload/arrivals=burst", "workload/prompt_length=uniform", "workload/output_length=constant"),
@@ -82,6 +82,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         return completed
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.observe, "LEAD_S", LEAD_S)
         patch.setattr(harness.system.engine, "warm_up", watched_warm_up)
         patch.setattr(harness.observe, "drive", watched_drive)
         seen["status"], seen["record"] = trial_of(folder)
@@ -102,9 +103,8 @@ def test_47_every_shape_has_run_before_the_window_opens(watched: dict[str, Any])
 def test_32_and_38_telemetry_and_steps_are_on_one_clock_that_starts_at_the_window(watched: dict[str, Any]) -> None:
     record = watched["record"]
     sampled, window = record.telemetry["t_s"], record.run["window"]
-    assert -LEAD_S <= sampled.min() < 0.5  # no sample of the warm-up, none in seconds since the epoch
-    assert sampled.min() <= record.steps["start_s"].min()
-    assert record.steps["end_s"].max() <= sampled.max() < record.steps["end_s"].max() + 0.5
+    assert -LEAD_S <= sampled.min() < 0 <= record.steps["start_s"].min()  # no sample of the warm-up
+    assert record.steps["end_s"].max() <= sampled.max() < record.steps["end_s"].max() + 5  # none since the epoch
     assert 0 <= window["start_s"] < window["end_s"] <= sampled.max()
 
 
