@@ -32,7 +32,7 @@ class Peaks:
 
     flops_per_s: float | None
     bytes_per_s: float | None
-    source: str  # "datasheet" | "measured" | "unknown"
+    source: str  # "datasheet" | "measured" | "measured, on a busy host" | "unknown"
 
 
 @dataclass(frozen=True)
