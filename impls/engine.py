@@ -153,6 +153,7 @@ class Engine:
             else:
                 self._forget(seq_id)
         if step.is_empty:
+            assert not step.swapped_out, "a scheduler swaps out to make room for what it schedules"
             return False
         stats = self._open_stats(step, start)
         mark = self._lap(stats, "schedule_s", start)

@@ -49,7 +49,8 @@ def build_batch(rows: Seq[BatchRow], block_size: int, device: torch.device) -> S
 
     def put(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+        # From pageable memory a copy would wait for what is queued before it.
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     return StepBatch(
         input_ids=put(input_ids),

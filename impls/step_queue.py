@@ -73,13 +73,15 @@ class StepQueue:
         before: Launched | None,
     ) -> Launched:
         """Arguments as the fields of `Launched`."""
-        step = self._last = Launched(batch, requests, positions, feed, before)
+        step = Launched(batch, requests, positions, feed, before)
         if self._device.type == "cuda":
             step.future.set_result(self._run(step))
         else:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "execution")
+                threads = torch.get_num_threads()  # a thread asks for its own number once, and may be told another
+                self._thread = ThreadPoolExecutor(1, "execution", torch.set_num_threads, (threads,))
             step.future = self._thread.submit(self._run, step)
+        self._last = step  # not before: what could not be launched is never done, and `settle` would wait for it
         return step
 
     def settle(self) -> None:

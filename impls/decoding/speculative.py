@@ -60,7 +60,8 @@ class SpeculativeDecoder(Decoder):
         epsilon, delta = own.get("epsilon", EPSILON), own.get("delta", DELTA)
         if acceptance not in ACCEPTANCE:
             reasons.append(f"decoding.acceptance={acceptance} must be one of {', '.join(ACCEPTANCE)}")
-        if not (0 < epsilon < 1 and delta > 0):
+        numbers = all(isinstance(each, int | float) for each in (epsilon, delta))
+        if not (numbers and 0 < epsilon < 1 and delta > 0):
             reasons.append(f"decoding.epsilon={epsilon}, delta={delta}: 0 < epsilon < 1 and 0 < delta are needed")
         if rate is not None:
             if acceptance != "exact":

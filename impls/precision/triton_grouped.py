@@ -92,7 +92,8 @@ def tile(rows: int, out_features: int, in_features: int, group_size: int) -> tup
     """Rows and k of one program's block, and into how many parts K is split.
 
     A group is one block, or its blocks are of 128 k where it is a whole longer row. Splits depend on the layer alone
-    for every step of at most `SPLIT_ROWS`, so that there a row's sums do not depend on how many others share the step.
+    for every step of at most `SPLIT_ROWS`; up to `FEW_ROWS`, where the tile is the same too, a row's sums do not depend
+    on how many others share the step.
     """
     block_k = min(128, 1 << (max(group_size, 32) - 1).bit_length())
     if rows > SPLIT_ROWS:

@@ -18,7 +18,8 @@ import triton.language as tl
 PANEL = tl.constexpr(16)  # channels side by side, as in `impls.native.linear`
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8}
 
-# Which is fastest is found at a shape's first product. None changes the order of any sum, hence none a bit of it.
+# Which is fastest is found at a shape's first product. K is summed in the same order in all of them; within a block the
+# number of warps may change the order, so last bits are the same within a process, not between two.
 CONFIGS = [
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
     triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),

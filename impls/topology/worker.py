@@ -131,6 +131,9 @@ class Worker:
                 self.engine.abort(request_id)
                 if self._hands_over:
                     self.engine.kv.let_go(request_id)
+                elif self._transfer is not None:
+                    # Its source has been told as well and may have written over the blocks while they were copied here.
+                    self.engine.kv.reset_prefixes()
             case Submit(request) if self._hands_over and request.sampling.max_tokens > 1:
                 self._requests[request.request_id] = request
                 self.engine.add_request(replace(request, sampling=replace(request.sampling, max_tokens=1)))
