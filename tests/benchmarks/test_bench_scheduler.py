@@ -1,9 +1,8 @@
 """Scheduler and allocator: a decode step should cost at most 50 us + 2 us a sequence.
 
 Timed in CPU time of the thread, with garbage collection off as in a measured window; the best of 64 steps. Two things
-fail a test. A step beyond `ALLOWED` times that target: the figure beside the target itself is in the record. And one
-that costs more than so many times a bare loop over the same sequences, timed in turns with it, so that neither a slow
-nor a busy machine turns it red, and twice the work does.
+fail a test: a step beyond that target, and one that costs more than so many times a bare loop over the same sequences,
+timed in turns with it, so that on a fast machine twice the work turns it red, and a slow or busy one does not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.benchmark(timer=time.thread_time, disable_gc=True)
 SEQUENCES = [1, 256, 4096]
 PROMPT, BLOCK, MAX_MODEL_LEN = 30, 16, 512
 STEPS = 64  # in which every table grows by four blocks
-ALLOWED = 3.0  # times the target, for a machine that is slow and busy
 DECODE_LOOPS, STATIC_LOOPS = 4.5, 5.5  # measured: 2.4 to 3.2 and 2.9 to 4.2, on two cores shared by nine processes
 DRAFTING_LOOPS = 9.0  # the same step with 4 drafts for every sequence: 2.3 to 6.7
 FIXED = 25  # sequences' worth that a step may cost without any: the target's 50 us / 2 us
@@ -62,9 +60,9 @@ class Judge:
         loops = median(step_s / (loop_s * (count + FIXED)) for step_s, loop_s in rounds)
         target_s = 50e-6 + 2e-6 * count
         benchmark.extra_info.update(
-            target_s=target_s, within_target=best < target_s, bare_loop_s=min(self._loop_s) * count, loops=loops
+            target_s=target_s, bare_loop_s=min(self._loop_s) * count, loops=loops
         )
-        assert best < ALLOWED * target_s, f"{1e6 * best:.0f} us a step, wanted {1e6 * target_s:.0f}"
+        assert best < target_s, f"{1e6 * best:.0f} us a step, wanted {1e6 * target_s:.0f}"
         assert loops < most_loops
 
 
