@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness.records import StudyRecord, TrialRecord, read_run
-from harness.report.charts.verdict import METRICS
+from harness.report.charts.verdict import METRICS, verdict_text
+from harness.report.data import middle
 from harness.report.parts import MISSING, number, percent, times
 from harness.statistics import Ratio, direction, ratio
 from harness.summary import confidence_of, flatten, incomparable, is_adaptive
@@ -96,8 +96,8 @@ def lines_of(arm: ArmComparison) -> list[str]:
         unit, scale, digits = known[row.metric]
         values = [number(value, digits, scale) for value in (row.first, row.second)]
         name = f"{row.metric} ({unit})" if unit else row.metric
-        found = row.ratio
-        table.append((name, *values, times(found.median, found.low, found.high), str(found.n), found.verdict))
+        found, verdict = row.ratio, verdict_text(row.ratio.n, row.ratio.verdict)
+        table.append((name, *values, times(found.median, found.low, found.high), str(found.n), verdict))
     widths = [max(len(texts[i]) for texts in table) for i in range(len(COLUMNS))]
     for texts in table:
         cells = [texts[0].ljust(widths[0]), *(texts[i].rjust(widths[i]) for i in range(1, 5)), texts[5]]
@@ -120,10 +120,13 @@ def _compare(
         mine[name] = other[name] = {}
     metrics = [
         MetricComparison(
-            name, _middle(mine[name]), _middle(other[name]), ratio(name, other[name], mine[name], adaptive=adaptive)
+            name,
+            middle(mine[name].values()),
+            middle(other[name].values()),
+            ratio(name, other[name], mine[name], adaptive=adaptive),
         )
         for name, *_ in METRICS
-        if direction(name) and _middle(mine.get(name, {})) is not None and _middle(other.get(name, {})) is not None
+        if direction(name) and mine.get(name) and other.get(name)
     ]
     return ArmComparison(first, second, [], _changes(a[numbers[0]], b[numbers[0]]), metrics)
 
@@ -138,18 +141,14 @@ def _by_other_rules(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
     return found
 
 
-def _values(runs: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, float | None]]:
-    """Metric -> trial number -> value."""
-    values: dict[str, dict[int, float | None]] = {}
+def _values(runs: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Metric -> trial number -> value, where there is one."""
+    values: dict[str, dict[int, float]] = {}
     for number_of, run in runs.items():
         for name, value in flatten(run["metrics"]):
-            values.setdefault(name, {})[number_of] = value
+            if value is not None:
+                values.setdefault(name, {})[number_of] = value
     return values
-
-
-def _middle(values: Mapping[int, float | None]) -> float | None:
-    known = [value for value in values.values() if value is not None]
-    return median(known) if known else None
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from harness.records import read_json, read_run, write_json
 from harness.report import build
 from harness.report.against import pairable, ratio_to
 from harness.report.charts import decode_step, linear_layers, speedup
+from harness.report.charts.verdict import verdict_text
 from harness.report.data import Arm, Report, load
 from harness.report.parts import MISSING, times
 from harness.statistics import Ratio
@@ -72,14 +73,14 @@ def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
             for part in ("median", "low", "high"):
                 assert (part in cell) == (wanted[part] is not None), (arm, part)
                 assert part not in cell or float(cell[part]) == pytest.approx(wanted[part], rel=1e-12)
-            assert (int(cell["n"]), cell["verdict"]) == (wanted["n"], wanted["verdict"])
+            assert (int(cell["n"]), cell["verdict"]) == (wanted["n"], verdict_text(wanted["n"], wanted["verdict"]))
             assert f"vs {baseline}" in cell["text"]
         for arm, _, metric, value, text, n, verdict in page.evaluate(METRIC_ROWS):
             found = arms[arm]["ratios"].get(metric)
             if found is None or arm == baseline:
                 assert (value, text, n, verdict) == (None, "", "", "")
                 continue
-            assert int(n) == found["n"] and verdict.endswith(found["verdict"])
+            assert int(n) == found["n"] and verdict.endswith(verdict_text(found["n"], found["verdict"]))
             assert (None if value is None else float(value)) == (
                 None if found["median"] is None else pytest.approx(found["median"], rel=1e-12)
             )

@@ -17,6 +17,7 @@ from harness.report.compare import browser_data
 from harness.report.compare_filter import tagged
 from harness.report.compare_runs import compare, compare_runs
 from harness.report.data import Report, load
+from harness.report.parts import MISSING
 from harness.statistics import T_QUANTILES
 from harness.summary import summary_of
 
@@ -128,6 +129,16 @@ def test_without_a_common_trial_there_is_no_ratio(tmp_path: Path) -> None:
     write_measured(second, "small", ONE, 1, 4)
     (found,) = compare_runs(read_run(first), read_run(second))
     assert found.reasons == ["no trial of one number is ok in both runs"] and found.metrics == []
+
+
+def test_values_that_leave_no_pair_are_not_said_to_be_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write(tmp_path / "a", ONE)
+    second = write(tmp_path / "b", ONE, more_metrics={"output_tokens_per_s": 0.0})
+    assert compare(first, second) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    said = {line[0]: line[-3:] for line in printed if len(line) > 3}
+    assert said["output_tokens_per_s"] == [MISSING, "0", MISSING]
+    assert said["goodput_per_s"] == ["no", "difference", "shown"]
 
 
 def test_intervals_of_an_adaptive_run_are_the_stricter_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

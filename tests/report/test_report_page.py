@@ -18,6 +18,9 @@ from simulated_run import HOSTILE, LADDER, ArmPlan, run_record, write_many, writ
 from harness.records import decode_numbers, read_json, write_trial
 from harness.report import build
 from harness.report.__main__ import main
+from harness.report.charts.verdict import metrics_table, rows
+from harness.report.data import load
+from harness.report.parts import MISSING
 from harness.summary import summarize
 
 CHARTS = {
@@ -87,6 +90,27 @@ def test_what_a_reader_sees_of_the_headline_is_the_summary_rounded(ladder: Path)
     said = next(t for s, _, t in page.cells if s == ("paged", "step_ratios", "output_tokens_per_s", "median"))
     assert f"{ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]" in said
     assert f"n {ratio['n']}" in said and ratio["verdict"] in said and "vs continuous" in said
+
+
+def test_where_no_pair_is_left_there_is_no_verdict(tmp_path: Path) -> None:
+    plans = (ArmPlan("one"), ArmPlan("silent"))
+    write_plan(tmp_path, plans, 2, 4)
+    for trial in range(2):
+        write_measured(tmp_path, "ladder", plans[0], trial, 4)
+        write_measured(tmp_path, "ladder", plans[1], trial, 4, {"output_tokens_per_s": 0.0})
+    report = load(tmp_path)
+    headline = rows(report)[1].baseline
+    assert (headline.text, headline.said, headline.n) == (MISSING, MISSING, 0)
+    cells = {(row[0].text, row[1].text): [cell.text for cell in row[3:6]] for row in metrics_table(report).rows}
+    assert cells["silent", "output_tokens_per_s (tok/s)"] == [MISSING, "0", MISSING]
+    assert cells["silent", "peak_memory_bytes (MB)"] == ["1.00x [1.00, 1.00]", "2", "\u2248 no difference shown"]
+    said = [text for source, _, text in Page(build(tmp_path)).cells if source[:2] == ("silent", "ratios")]
+    assert MISSING in said[0] and "n 0" in said[0] and "difference" not in said[0]
+
+
+def test_conditions_alone_are_a_reason_for_no_comparison(ladder: Path) -> None:
+    said = [text for source, _, text in Page(ladder / "report.html").cells if source[:2] == ("fp8", "ratios")]
+    assert MISSING in said[0] and "\u2205 not comparable" in said[0]
 
 
 def test_it_needs_nothing_but_itself(ladder: Path) -> None:

@@ -8,6 +8,7 @@
   const names = data.arms.map((arm) => arm.name);
   const choice = form.elements.baseline, boxes = [...form.querySelectorAll("input[type=checkbox]")];
   const state = { baseline: data.baseline, hidden: new Set() };
+  const MISSING = "\u2013";
 
   // --- statistics ---------------------------------------------------------------------------------------------------
 
@@ -58,13 +59,13 @@
     return [comparable, found];
   }
 
-  // A pair with a null or a value that is not above 0 is left out.
+  // A pair with a null or a value that is not above 0 is left out; without any nothing was compared.
   function ratio(quantity, arm, reference) {
     const [comparable, found] = pairs(quantity, arm, reference);
     const logs = found.filter(([ours, theirs]) => ours > 0 && theirs > 0).map(([ours, theirs]) => Math.log(ours) - Math.log(theirs));
     const none = { median: null, low: null, high: null, n: logs.length };
     if (!comparable) return { ...none, verdict: "not comparable" };
-    if (!logs.length) return { ...none, verdict: verdict(quantity, null, null) };
+    if (!logs.length) return { ...none, verdict: MISSING };
     const [low, high] = interval(logs)?.map(Math.exp) ?? [null, null];
     return { median: Math.exp(median(logs)), low, high, n: logs.length, verdict: verdict(quantity, low, high) };
   }
@@ -79,9 +80,10 @@
 
   const fixed = (value) => (Number.isFinite(value) ? value.toFixed(2) : "inf");
   const looks = (found) => (["better", "worse"].includes(found.verdict) ? found.verdict : "neutral");
+  const said = ({ verdict }) => `${data.signs[verdict] ?? ""} ${verdict}`.trim();
 
   function text(found) {
-    if (found.median === null) return "\u2013";
+    if (found.median === null) return MISSING;
     return fixed(found.median) + "x" + (found.low === null ? "" : ` [${fixed(found.low)}, ${fixed(found.high)}]`);
   }
 
@@ -114,7 +116,7 @@
     const cell = element("td", "ratio " + looks(found)), line = element("span", "line");
     if (found.median !== null) line.append(forest(found, span));
     line.append(element("b", "", text(found)));
-    cell.append(line, element("span", "sub", `${data.signs[found.verdict]} ${found.verdict} \u00b7 n ${found.n} \u00b7 vs ${reference}`));
+    cell.append(line, element("span", "sub", `${said(found)} \u00b7 n ${found.n} \u00b7 vs ${reference}`));
     Object.entries(found).forEach(([key, value]) => value !== null && (cell.dataset[key] = value));
     return cell;
   }
@@ -142,7 +144,7 @@
       const [name, , metric] = JSON.parse(cells[2].dataset.source), arm = names.indexOf(name);
       const compared = data.directions[metric] && arm !== state.baseline;
       const each = own || !compared ? null : ratio(metric, data.arms[arm], reference);
-      const made = each && [element("td", "num", text(each)), element("td", "num", each.n), element("td", "text " + looks(each), `${data.signs[each.verdict]} ${each.verdict}`)];
+      const made = each && [element("td", "num", text(each)), element("td", "num", each.n), element("td", "text " + looks(each), said(each))];
       if (made && each.median !== null) made[0].dataset.value = each.median;
       const wanted = own ? cells.slice(3, 6) : made || [element("td", "num"), element("td", "num"), element("td", "text neutral")];
       wanted.forEach((cell, i) => row.cells[3 + i].replaceWith(cell));
@@ -157,7 +159,7 @@
   const signed = { minimumFractionDigits: 2, maximumFractionDigits: 2, signDisplay: "always" };
 
   function followed({ own, how, quantity, arm }) {
-    const cell = element("td", own.className, "\u2013"), reference = data.arms[state.baseline];
+    const cell = element("td", own.className, MISSING), reference = data.arms[state.baseline];
     if (arm === state.baseline) return cell;
     if (how === "name") {
       cell.textContent = reference.name;

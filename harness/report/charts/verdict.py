@@ -70,8 +70,8 @@ class RatioCell:
     value: float | None = None
 
     @property
-    def sign(self) -> str:
-        return SIGNS.get(self.verdict, "")
+    def said(self) -> str:
+        return f"{SIGNS.get(self.verdict, '')} {self.verdict}".strip()
 
     @property
     def style(self) -> str:
@@ -133,8 +133,13 @@ def ratio_cell(
     median, low, high = found["median"], found["low"], found["high"]
     picture = "" if span is None or median is None else forest(median, low, high, span)
     source = (arm.name, kind, metric, "median")
-    text = times(median, low, high)
-    return RatioCell(text, found["verdict"], found["n"], reference or "", picture, source, median)
+    text, verdict = times(median, low, high), verdict_text(found["n"], found["verdict"])
+    return RatioCell(text, verdict, found["n"], reference or "", picture, source, median)
+
+
+def verdict_text(n: int, verdict: str) -> str:
+    """MISSING where nothing was compared for want of pairs: an arm without output shows no likeness to another."""
+    return MISSING if n == 0 and verdict != "not comparable" else verdict
 
 
 def below_cell(arm: Arm, below: Arm | None, metric: str) -> Cell:
@@ -192,7 +197,7 @@ def metrics_table(report: Report) -> Table:
                 cells += [
                     Cell(ratio.text, ratio.value, ratio.source if shown else ()),
                     Cell(f"{ratio.n}" if shown else ""),
-                    Cell(f"{ratio.sign} {ratio.verdict}" if shown else "", numeric=False, style=ratio.style),
+                    Cell(ratio.said, numeric=False, style=ratio.style),
                 ]
             table.append(cells)
     ratios = [text for reference in ("baseline", "arm it builds on") for text in (f"vs {reference}", "n", "verdict")]
