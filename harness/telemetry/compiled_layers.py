@@ -17,7 +17,8 @@ Event = dict[str, Any]
 
 def layer_ranges(trace: Mapping[str, Any], linears_per_layer: int) -> list[Event]:
     """Events as those of `ranges` would be: ``layer N``, in it ``self_attn`` and ``mlp``; of every range ``forward``
-    that has linear operators, none where these make no whole layers. Times as in the trace, in microseconds.
+    that has linear operators, none where these make no whole layers with attention in each. Times as in the trace, in
+    microseconds.
 
     A layer begins with its first linear operator, so that what fuses its first norm with the layer before lies there,
     and ends where the next one begins; the last one ends with its last operator. The MLP begins with the second linear
@@ -28,14 +29,17 @@ def layer_ranges(trace: Mapping[str, Any], linears_per_layer: int) -> list[Event
     found: list[Event] = []
     for forward in (e for e in whole if e["name"] == FORWARD and e.get("cat") == "user_annotation"):
         calls, attended = _inside(linears, forward), _inside(attends, forward)
-        num_layers = len(calls) // linears_per_layer
-        if len(calls) != num_layers * linears_per_layer or len(attended) != num_layers:
-            continue
         starts = [_start(call) for call in calls]
+        firsts = range(0, len(calls), linears_per_layer)
+        outputs = [bisect_left(starts, _start(attend)) for attend in attended]  # the projections behind attention
+        if len(calls) % linears_per_layer or len(outputs) != len(firsts):
+            continue
+        places = [output - first for output, first in zip(outputs, firsts, strict=True)]  # in their layers
+        if not all(0 < place < linears_per_layer - 1 for place in places):
+            continue  # the trace has lost some of the pass
         bounds = [*starts[::linears_per_layer], _start(calls[-1]) + float(calls[-1]["dur"])] if calls else []
-        for layer, attend in enumerate(attended):
-            begin, end = bounds[layer], bounds[layer + 1]
-            middle = starts[bisect_left(starts, _start(attend)) + 1]
+        for layer, output in enumerate(outputs):
+            begin, middle, end = bounds[layer], starts[output + 1], bounds[layer + 1]
             parts = ((f"layer {layer}", begin, end), ("self_attn", begin, middle), ("mlp", middle, end))
             found += [_range(forward, name, since, until) for name, since, until in parts]
     return found

@@ -84,11 +84,11 @@ def profile_steps(
         _settle(engine, scene, tick, should_stop)
         trace, kinds = _run(engine, scene, tick, should_stop)
         table = operator_table(trace, kinds)
-    except (RuntimeError, MemoryError, OSError, ValueError) as error:  # out of memory, a full disk, a trace cut short
+        trace["traceEvents"] += _layers(engine, trace)
+    except (RuntimeError, MemoryError, OSError, ValueError, LookupError) as error:  # no memory, no disk, a cut trace
         return Profile(warnings=(f"telemetry.profiler=torch: no profile, {one_line(str(error)) or 'out of memory'}",))
     finally:
         engine.close()
-    trace["traceEvents"] += _layers(engine, trace)
     for number, (event, kind) in enumerate(zip(step_ranges(trace), kinds, strict=True), scene.first):
         event["name"] = f"step {number} ({kind or 'nothing to run'})"
     again = steps.iloc[scene.first : scene.first + scene.count]

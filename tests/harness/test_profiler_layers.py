@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from harness.telemetry.compiled_layers import layer_ranges
 
 
@@ -34,6 +36,21 @@ def test_every_pass_counts_anew_and_one_without_whole_layers_has_none() -> None:
     events = [*passes, *layer(10), *layer(110)[:-1], *layer(210)]
     found = layer_ranges({"traceEvents": events}, 4)
     assert [(e["name"], e["ts"]) for e in found if e["name"].startswith("layer")] == [("layer 0", 10), ("layer 0", 210)]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        (1, 5, 7, 8, 9),  # attention before any product
+        (0, 2, 3, 4, 6),  # behind all
+        (0, 2, 3, 6, 7),  # behind all but one
+    ],
+)
+def test_a_trace_that_lost_events_has_no_layers_rather_than_wrong_ones(kept: tuple[int, ...]) -> None:
+    """As many operators as one layer has are left of two."""
+    operators = [*layer(10), *layer(60)]
+    forward = event("forward", 0, 200, "user_annotation")
+    assert layer_ranges({"traceEvents": [forward, *(operators[i] for i in kept)]}, 4) == []
 
 
 def test_an_eager_pass_has_no_such_operator() -> None:

@@ -255,19 +255,23 @@ def test_without_kineto_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("part", "error", "said"),
     [
-        (RuntimeError("CUPTI\nrefuses"), "CUPTI refuses"),
-        (MemoryError(), "out of memory"),
-        (OSError(28, "full"), "full"),
+        ("profile", RuntimeError("CUPTI\nrefuses"), "CUPTI refuses"),
+        ("profile", MemoryError(), "out of memory"),
+        ("profile", OSError(28, "full"), "full"),
+        ("operator_table", KeyError("tid"), "'tid'"),
+        ("_layers", RuntimeError("CUDA out of memory"), "CUDA out of memory"),
     ],
 )
-def test_what_goes_wrong_in_it_costs_the_profile_alone(watched: Watched, error: Exception, said: str) -> None:
+def test_what_goes_wrong_in_it_costs_the_profile_alone(
+    watched: Watched, part: str, error: Exception, said: str
+) -> None:
     def broken(*arguments: Any, **options: Any) -> Any:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiler, "profile", broken)
+        patch.setattr(profiler, part, broken)
         profile = watched.profile()
     assert profile.summary is None and profile.trace is None
     (warning,) = profile.warnings
