@@ -114,7 +114,7 @@ def check_table(path: Path, schema: pa.Schema) -> None:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """``columns`` (None: all of them); one beyond the contract that the file lacks is null. RecordError if it is bad."""
+    """``columns`` (None: all); one beyond the contract that the file lacks is null. RecordError if the file is bad."""
     wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
     with open_parquet(path) as file:
         there = set(file.schema_arrow.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from harness.report.data import Arm
 from harness.report.intervals import INTERVAL_FROM, Bounds, beside
@@ -27,7 +28,7 @@ class Quality:
 
     def bounds(self, arm: Arm) -> Bounds:
         """As recorded in the trial that measured it, where its texts are as many as trials would have to be."""
-        recorded = next((quality for trial in arm.ok if (quality := trial.run.get("quality"))), {})
+        recorded: dict[str, Any] = next((quality for trial in arm.ok if (quality := trial.run.get("quality"))), {})
         if self.metric not in recorded or (recorded.get("texts") or 0) < INTERVAL_FROM:
             return None, None
         return recorded[self.metric]["low"], recorded[self.metric]["high"]

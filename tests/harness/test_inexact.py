@@ -20,7 +20,8 @@ ARMS = (
 
 def test_typical_acceptance_is_labelled_and_its_tokens_are_not_compared(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [*ARM, ARMS, "precision=fp32", "study.baseline=plain", "study.trials=1", "isolation=inline", f"run_dir={run_dir}"]
+    study = ["study.baseline=plain", "study.trials=1", "isolation=inline", f"run_dir={run_dir}"]
+    command = [*ARM, ARMS, "precision=fp32", *study]
     assert main(command, launch=blocks, finish=lambda run_dir, plan: []) == 0
     plan = read_plan(run_dir)
     check_study(run_dir, planned_configs(plan), plan["baseline"])

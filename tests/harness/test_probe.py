@@ -126,6 +126,7 @@ def test_a_peak_is_of_one_machine_and_one_kernel(
 def test_a_peak_of_a_busy_machine_is_the_best_of_three_and_is_not_kept(
     probed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(probe, "undisturbed", lambda cpu_s, wall_s, threads: False)
     assert probe.peaks("cpu", Fp32(CPU), tmp_path) == Peaks(3.0, 6.0, "measured, on a busy host")
     monkeypatch.setattr(probe, "undisturbed", lambda cpu_s, wall_s, threads: threads == 1)  # the copy alone suffers
