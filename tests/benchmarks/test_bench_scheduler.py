@@ -1,8 +1,8 @@
 """Scheduler and allocator: a decode step should cost at most 50 us + 2 us a sequence.
 
 Timed in CPU time of the thread, with garbage collection off as in a measured window; the best of 64 steps. Two things
-fail a test: a step beyond `ALLOWED` times that target, and one that costs more than so many times a bare loop over the same
-sequences, timed in turns with it, so that twice the work turns it red on a fast machine, and a slow or busy one does not.
+fail a test: a step beyond `ALLOWED` times that target, and one that costs more than so many times a bare loop over the
+same sequences, timed in turns with it: twice the work is then seen on a fast machine, and a busy one is not taken for it.
 """
 
 from __future__ import annotations
