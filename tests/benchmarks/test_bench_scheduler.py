@@ -2,7 +2,7 @@
 
 Timed in CPU time of the thread, with garbage collection off as in a measured window; the best of 64 steps. Two things
 fail a test: a step beyond `ALLOWED` times that target, and one that costs more than so many times a bare loop over the
-same sequences, timed in turns with it: twice the work is then seen on a fast machine, and a busy one is not taken for it.
+same sequences, timed in turns with it: twice the work is seen on a fast machine, and a busy one is not taken for it.
 """
 
 from __future__ import annotations
