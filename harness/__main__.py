@@ -23,10 +23,11 @@ from omegaconf import DictConfig
 from harness.block import hydra_job
 from harness.compose import CONF, quoted
 from harness.console import complain, make_console, plan_lines, summary_table
-from harness.errors import BadInput, not_allowed, one_line
+from harness.errors import BadInput, not_allowed
 from harness.help import help_text
 from harness.run_dir import KEPT, open_run, pending_blocks, statuses
 from harness.study import Plan, planned_configs
+from harness.texts import one_line
 
 HELP_FLAGS = ("-h", "--help")
 SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")  # answered by Hydra, nothing is run

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from harness.console import Reporter
-from harness.errors import BadInput, one_line
+from harness.errors import BadInput
 from harness.isolate import Ending, in_another_process, run_inline, run_isolated
 from harness.lock import held, shared_folder
 from harness.plan import trial_seed
 from harness.records import SCHEMA_VERSION, write_trial
 from harness.run_dir import KEPT, read_plan, recorded_status
 from harness.study import Plan, planned_configs
+from harness.texts import one_line
 
 
 class RunOne(Protocol):

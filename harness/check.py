@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
-from harness.errors import BadInput, not_allowed, one_line, unknown_key
+from harness.errors import BadInput, not_allowed, unknown_key
+from harness.texts import one_line
 
 # As `impls.build.ALLOWED_PREFIXES`, whose import would load torch before a mistake in the command is told.
 ALLOWED_TARGETS = ("impls.", "workloads.", "harness.")

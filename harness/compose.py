@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.check import check_targets, check_value, check_values
-from harness.errors import BadInput, explain, not_allowed, one_line
+from harness.errors import BadInput, explain, not_allowed
+from harness.texts import one_line
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # What a user may set of Hydra's own configuration: where blocks run, and how much Hydra says.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.errors import one_line
 from harness.limits import ResidentModel, resident_models
 from harness.linear_stages import Record, linear_stage_times, row_counts
+from harness.texts import one_line
 from impls.engine import Engine
 
 

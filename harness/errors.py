@@ -9,7 +9,7 @@ import psutil
 from hydra.errors import OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from harness.texts import one_line as one_line
+from harness.texts import one_line
 
 LONGEST = 500  # characters of what an error says of itself
 

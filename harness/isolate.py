@@ -23,7 +23,8 @@ from types import FrameType
 from typing import IO, Any, TypeVar
 
 from harness.child import measure
-from harness.errors import LONGEST, failure, one_line
+from harness.errors import LONGEST, failure
+from harness.texts import one_line
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 POLL_S = 0.2

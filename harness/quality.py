@@ -15,8 +15,8 @@ from torch import Tensor
 
 from harness.arm import option
 from harness.drive import RealClock
-from harness.errors import one_line
 from harness.statistics import CONFIDENCE, T_QUANTILES
+from harness.texts import one_line
 from impls.build import KV_DTYPES, build_engine
 from impls.engine import Engine
 from impls.models.source import ModelSource

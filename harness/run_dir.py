@@ -12,11 +12,12 @@ from typing import Any
 
 from harness.adaptive import METRIC, MIN_TRIALS, needs_more
 from harness.compose import parse
-from harness.errors import BadInput, one_line
+from harness.errors import BadInput
 from harness.lock import held
 from harness.plan import NAME
 from harness.records import RecordError, decode_numbers, read_json, read_trial, write_json
 from harness.study import Plan, compose_study, plan_study, planned_configs
+from harness.texts import one_line
 
 RUNS = Path("results") / "runs"
 PLAN_FILE = "study.json"

@@ -10,10 +10,11 @@ from typing import Any
 
 from harness.adaptive import MIN_TRIALS
 from harness.compose import compose_arm, compose_config, parse
-from harness.errors import BadInput, one_line
+from harness.errors import BadInput
 from harness.isolate import import_ahead
 from harness.plan import NAME, PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
 from harness.records import SCHEMA_VERSION, encode
+from harness.texts import one_line
 
 Plan = dict[str, Any]
 

@@ -10,12 +10,12 @@ import pandas as pd
 import psutil
 
 from harness.equivalence import inexact
-from harness.errors import one_line
 from harness.limits import Peaks
 from harness.metrics import compute_metrics, request_latencies
 from harness.observe import Examined, Observed
 from harness.quality import quality_metrics
 from harness.system.base import SystemUnderTest
+from harness.texts import one_line
 from harness.validity import busy_host
 from harness.warm_up import WarmUp
 from workloads.stream import RequestStream

@@ -25,7 +25,6 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, kineto_available, profile
 
-from harness.errors import one_line
 from harness.linear_stages import packed_layers
 from harness.steps import Tick
 from harness.telemetry.compiled_layers import layer_ranges
@@ -33,6 +32,7 @@ from harness.telemetry.excerpt import Excerpt, excerpt
 from harness.telemetry.operators import STEP, operator_table, step_ranges
 from harness.telemetry.options import TelemetryOptions
 from harness.telemetry.ranges import ranges
+from harness.texts import one_line
 from impls.engine import Engine
 from impls.execution.compiled import CompiledExecutor
 from impls.models.llama import LlamaModel
