@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import case_scripts
 import pytest
 import torch
 
@@ -20,31 +17,14 @@ from impls.seams import Arm
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 
 
-def case_names() -> list[str]:
-    (cases,) = [
-        node.value
-        for node in ast.parse(SCRIPT.read_text()).body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "CASES"
-    ]
-    assert isinstance(cases, ast.List)
-    return [element.id for element in cases.elts if isinstance(element, ast.Name)]
-
-
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed on this platform")
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return case_scripts.outcomes(SCRIPT)
 
 
-@pytest.mark.parametrize("name", case_names())
+@pytest.mark.parametrize("name", case_scripts.case_names(SCRIPT))
 def test_kernel(outcomes, name):
     assert outcomes[name] == "", outcomes[name]
 
@@ -55,7 +35,7 @@ def test_no_case_is_left_out():
         for node in ast.parse(SCRIPT.read_text()).body
         if isinstance(node, ast.FunctionDef) and not node.args.args and node.name != "main"
     }
-    assert defined == set(case_names())
+    assert defined == set(case_scripts.case_names(SCRIPT))
 
 
 def arm(device: str, num_splits: int = 16) -> Arm:

@@ -1,24 +1,18 @@
 """The Triton kernel against the reference. Run as a script by test_triton.py, which sets the interpreter before Triton
-is imported; prints one JSON object, case name -> "" or the traceback. On a machine with CUDA it runs compiled."""
+is imported (`case_scripts`). On a machine with CUDA it runs compiled."""
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 
+import case_scripts
 import torch
+from attention_steps import DECODE, MIXED, Step, in_8_bits, model_shape, tolerance
 
-sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
-
-from attention_steps import DECODE, MIXED, Step, in_8_bits, model_shape, tolerance  # noqa: E402
-
-from impls.attention.triton_paged import TritonAttention  # noqa: E402
+from impls.attention.triton_paged import TritonAttention
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TINY = model_shape(3, 1, 64)
@@ -263,20 +257,6 @@ CASES: list[Callable[[], None]] = [
 ]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    assert DEVICE == "cpu" or torch.cuda.is_available()
-    results = {}
-    for case in CASES:
-        start = time.perf_counter()
-        try:
-            case()
-            results[case.__name__] = ""
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-        print(f"{time.perf_counter() - start:6.2f} s  {case.__name__}", file=sys.stderr)
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    assert DEVICE == "cpu" or torch.cuda.is_available()
+    case_scripts.run(CASES)

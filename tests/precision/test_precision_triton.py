@@ -3,14 +3,10 @@ compiles the kernels for GPUs that are not here, and asks which kernel a GPU wou
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import case_scripts
 import pytest
 import torch
 
@@ -26,32 +22,13 @@ CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here")
 
 
-def case_names() -> list[str]:
-    """Without running the script, which would import Triton."""
-    (cases,) = [
-        node.value
-        for node in ast.parse(SCRIPT.read_text()).body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "CASES"
-    ]
-    assert isinstance(cases, ast.List)
-    return [element.id for element in cases.elts if isinstance(element, ast.Name)]
-
-
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return case_scripts.outcomes(SCRIPT)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", case_names())
+@pytest.mark.parametrize("name", case_scripts.case_names(SCRIPT))
 def test_kernel(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]
 

@@ -1,27 +1,21 @@
 """The Triton kernel against the numbers that its packed weights stand for. Run as a script by test_precision_triton.py,
-which sets the interpreter before Triton is imported; prints one JSON object, case name -> "" or the traceback. On a
-machine with CUDA it runs compiled."""
+which sets the interpreter before Triton is imported (`case_scripts`). On a machine with CUDA it runs compiled."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 
+import case_scripts
 import torch
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
-
-from impls.native.grouped import BITS, GROUPS, pack_fields, pack_scales  # noqa: E402
-from impls.precision import gguf, grouped_gemm, triton_grouped  # noqa: E402
-from impls.precision.awq import Awq  # noqa: E402
-from impls.precision.grouped import GroupedWeight, round_symmetrically, round_to_nearest  # noqa: E402
-from impls.precision.w4a8 import W4A8  # noqa: E402
-from impls.precision.w8a8 import quantize_int8  # noqa: E402
-from impls.precision.weight_only import Int2, Int3, Int4, Int8WeightOnly, WeightOnly  # noqa: E402
+from impls.native.grouped import BITS, GROUPS, pack_fields, pack_scales
+from impls.precision import gguf, grouped_gemm, triton_grouped
+from impls.precision.awq import Awq
+from impls.precision.grouped import GroupedWeight, round_symmetrically, round_to_nearest
+from impls.precision.w4a8 import W4A8
+from impls.precision.w8a8 import quantize_int8
+from impls.precision.weight_only import Int2, Int3, Int4, Int8WeightOnly, WeightOnly
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -269,22 +263,8 @@ CASES: list[Callable[[], None]] = [
 ]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     if INTERPRETED:  # which is how a CPU runs what is CUDA's
         grouped_gemm.DEVICES |= {"triton_grouped": ("cpu",), "native_grouped": ()}
         gguf.own_kernel = lambda device: "triton_grouped"
-    results = {}
-    for case in CASES:
-        start = time.perf_counter()
-        try:
-            case()
-            results[case.__name__] = ""
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-        print(f"{time.perf_counter() - start:6.2f} s  {case.__name__}", file=sys.stderr)
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    case_scripts.run(CASES)
