@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from harness.interaction import Interaction, interactions
 from harness.report.against import pairable
-from harness.report.bars import AROUND_PX, ROW_PX, rows_axis
 from harness.report.charts.precision import output_rate
 from harness.report.charts.verdict import HEADLINE
 from harness.report.data import Report
-from harness.report.intervals import error_bars
-from harness.report.parts import (
-    LEGEND_ABOVE,
-    MISSING,
-    Cell,
-    Chart,
-    Table,
-    floats,
-    label,
-    number_cell,
-    percent,
-    text_cell,
-    times,
-)
+from harness.report.expected_and_seen import expected_and_seen
+from harness.report.parts import MISSING, Cell, Chart, Table, label, number_cell, percent, text_cell, times
 from harness.statistics import Ratio
 
-LOOKS = {"product of the single gains": ("@phase4", "diamond-open"), "together": ("@used", "circle")}
+MARKS = ("product of the single gains", "together")
 
 
 def found(report: Report) -> list[Interaction]:
@@ -49,36 +34,17 @@ def chart(report: Report) -> Chart:
     if not rows:
         nothing = "Needs arms that change several things at once beside arms that change each alone: study=interaction."
         return Chart("interaction", title, "", Table((), ()), empty=nothing)
-    values = ([each.product for each in rows], [each.joint.median for each in rows])
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": name,
-            "x": floats(gains, 4),
-            "y": list(range(len(rows))),
-            "marker": {"color": colour, "symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}},
-            "hovertemplate": f"{name} %{{x:.2f}}x<extra></extra>",
-        }
-        for (name, (colour, symbol)), gains in zip(LOOKS.items(), values, strict=True)
-    ]
-    bounds = [(each.joint.low, each.joint.high) for each in rows]
-    traces[1]["error_x"] = error_bars(values[1], bounds, LOOKS["together"][0])
-    layout = {
-        "xaxis": {"title": {"text": "gain in output tok/s (x, log scale)"}, "type": "log", "dtick": "D1"},
-        "yaxis": rows_axis([label(each.arm, 40) for each in rows]),
-        "shapes": [{"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "@muted"}}],
-        "legend": LEGEND_ABOVE,
-        "showlegend": True,
-        "hovermode": "closest",
-    }
+    marks, names = [each.joint for each in rows], [label(each.arm, 40) for each in rows]
+    axis = "gain in output tok/s (x, log scale)"
+    traces, layout, height = expected_and_seen(MARKS, names, [each.product for each in rows], marks, axis)
+    layout["xaxis"] |= {"type": "log", "dtick": "D1"}
     note = (
         f"Gains over {report.baseline}, which changes nothing, whichever baseline is chosen above. Together: median "
         f"and {percent(report.confidence, 0)} interval over the trials; product: of the medians of the single gains. "
         "Together / product is formed in each trial that has all of these arms: 1 where gains multiply, less where "
         "each takes away from the others, as where two remove the same bottleneck."
     )
-    return Chart("interaction", title, note, _table(rows), traces, layout, AROUND_PX + ROW_PX * len(rows))
+    return Chart("interaction", title, note, _table(rows), traces, layout, height)
 
 
 def reading(deviation: Ratio) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from harness.report.against import following, name_cell, ratio_cell, ratio_to
-from harness.report.bars import AROUND_PX, ROW_PX, rows_axis
 from harness.report.charts.verdict import HEADLINE, below_cell
 from harness.report.data import Arm, Report
-from harness.report.intervals import error_bars
+from harness.report.expected_and_seen import expected_and_seen
 from harness.report.parts import (
-    LEGEND_ABOVE,
     Chart,
     Table,
     fixed,
-    floats,
     label,
     number,
     percent,
@@ -24,7 +20,7 @@ from harness.report.parts import (
 )
 from harness.statistics import Ratio
 
-LOOKS = {"predicted": ("@phase4", "diamond-open"), "measured": ("@used", "circle")}
+MARKS = ("predicted", "measured")
 DECODE_RATE = "decode_rate"  # what `decode_rates` are called where a reader compares arms
 PREDICTED = "speculation.predicted_speedup"
 # What it is predicted from: heading, metric and text, as docs/speculation.md defines them.
@@ -61,36 +57,21 @@ def chart(report: Report) -> Chart:
     if not any(arm.metrics.get(PREDICTED) or ratio.median for arm, ratio in found):
         nothing = "No ok trial of an arm that drafts can be predicted or compared."
         return Chart("speedup", title, "", Table((), ()), empty=nothing)
-    points = {"predicted": [arm.metrics.get(PREDICTED) for arm in seen], "measured": [m.median for _, m in found]}
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": name,
-            "x": floats(values, 4),
-            "y": list(range(len(found))),
-            "marker": {"color": colour, "symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}},
-            "hovertemplate": f"{name} %{{x:.2f}}x<extra></extra>",
-        }
-        for (name, values), (colour, symbol) in zip(points.items(), LOOKS.values(), strict=True)
-    ]
-    traces[1]["error_x"] = error_bars(points["measured"], [(m.low, m.high) for _, m in found], LOOKS["measured"][0])
+    traces, layout, height = expected_and_seen(
+        MARKS,
+        [label(arm.name, 28) for arm in seen],
+        [arm.metrics.get(PREDICTED) for arm in seen],
+        [ratio for _, ratio in found],
+        "decode speed-up (x)",
+    )
     traces[1]["meta"] = following(DECODE_RATE, seen)
-    layout = {
-        "xaxis": {"title": {"text": "decode speed-up (x)"}},
-        "yaxis": rows_axis([label(arm.name, 28) for arm in seen]),
-        "shapes": [{"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "@muted"}}],
-        "legend": LEGEND_ABOVE,
-        "showlegend": True,
-        "hovermode": "closest",
-    }
     note = (
         f"Predicted: {FORMULA} It leaves out sampling and longer contexts. Measured: tokens a second that a decoding "
         "sequence gets, paired by trial, against the arm it builds on or, if one is chosen above, another baseline; "
         "the prediction stays one against the same arm without drafts. Both of steps that prefill nothing; medians "
         f"over the ok trials, {percent(report.confidence, 0)} intervals."
     )
-    return Chart("speedup", title, note, _table(report, found), traces, layout, AROUND_PX + ROW_PX * len(seen))
+    return Chart("speedup", title, note, _table(report, found), traces, layout, height)
 
 
 def _table(report: Report, found: list[tuple[Arm, Ratio]]) -> Table:
