@@ -17,6 +17,7 @@ from typing import Any
 
 from harness.interaction import interactions
 from harness.statistics import Ratio
+from harness.texts import times
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "reference" / "cpu"
@@ -131,9 +132,7 @@ def products(folder: Path) -> str:
 
 
 def ratio_text(found: Ratio) -> str:
-    if found.median is None:
-        return found.verdict
-    return f"{found.median:.2f}x" + ("" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]")
+    return times(found.median, found.low, found.high, missing=found.verdict)
 
 
 def page(text: str) -> str:
