@@ -20,11 +20,12 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from harness.block import hydra_job
+from harness.block import device_locks, hydra_job
 from harness.compose import CONF, quoted
-from harness.console import complain, make_console, plan_lines, summary_table
+from harness.console import complain, make_console, plan_lines, summary_table, warning_lines
 from harness.errors import BadInput, not_allowed
 from harness.help import help_text
+from harness.records import RecordError
 from harness.run_dir import KEPT, open_run, pending_blocks, statuses
 from harness.study import Plan, planned_configs
 from harness.texts import one_line
@@ -59,7 +60,7 @@ def main(
             for path in (finish or finish_study)(run_dir, plan):
                 console.print(path, markup=False, soft_wrap=True)
             return exit_status(run_dir, plan)
-    except BadInput as error:
+    except (BadInput, RecordError) as error:  # a table may prove to be corrupt only when it is read
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         complain(f"error: {error}")
@@ -88,24 +89,34 @@ def hand_over(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> No
 
 
 def finish_study(run_dir: Path, plan: Plan) -> list[Path]:
-    """Equivalence of the arms, summary, table and dashboard of what is recorded; returns the files made."""
+    """Equivalence of the arms, summary, table and dashboard of what is recorded; returns the files made.
+
+    It computes for seconds to minutes, so it takes its turn as a trial does: nobody measures beside it.
+    """
     from harness.equivalence import check_study
     from harness.records import read_run
     from harness.report import build
     from harness.summary import summarize
 
-    try:
-        check_study(run_dir, planned_configs(plan), plan["baseline"])
-    except (RuntimeError, MemoryError) as error:  # it builds an engine once more; the records stand without it
-        complain(f"the arms' tokens could not be compared: {one_line(str(error))}")
-    study = read_run(run_dir)  # anew: the comparison wrote into it
-    summary = summarize(run_dir, study)
-    make_console().print(summary_table(summary))
-    build(run_dir, study, summary)
+    devices = {str(arm["config"]["device"]["name"]) for arm in plan["arms"].values()}
+    with device_locks(devices, run_dir, complain):
+        try:
+            versus = {name: arm["versus"] for name, arm in plan["arms"].items()}
+            check_study(run_dir, planned_configs(plan), plan["baseline"], versus)
+        except (RuntimeError, MemoryError) as error:  # it builds an engine once more; the records stand without it
+            complain(f"the arms' tokens could not be compared: {one_line(str(error))}")
+        study = read_run(run_dir)  # anew: the comparison wrote into it
+        summary = summarize(run_dir, study)
+        console = make_console()
+        console.print(summary_table(summary))
+        for line in warning_lines(summary):
+            console.print(line, markup=False, soft_wrap=True)
+        build(run_dir, study, summary)
     return [run_dir / "summary.json", run_dir / "report.html"]
 
 
 def exit_status(run_dir: Path, plan: Plan) -> int:
+    """0 if every trial that is due is ok or not_run, else 1."""
     return 0 if all(status in KEPT for status in statuses(run_dir, plan).values()) else 1
 
 

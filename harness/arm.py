@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from harness.errors import BadInput, not_allowed
+from harness.gpus import devices_of
 from harness.limits import does_not_fit, memory_free_bytes
 from impls.attention.auto import resolve_attention
 from impls.build import (
@@ -171,7 +172,10 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
             return reasons + [f"topology={topology['name']}: {why}" for why in whys]
     models = [(source.shape, weight_bits(config["precision"]))]
     if draft is not None:
-        models.append((draft.shape, weight_bits(config["draft"]["precision"])))
+        chosen = config["draft"]["precision"]
+        models.append((draft.shape, weight_bits(chosen)))
+        theirs = describe_arm({**config, "precision": chosen, "model": config["draft"]["model"]}, draft)
+        reasons += [f"proposer.precision={chosen['name']}: {why}" for why in locate(chosen).validate(theirs)]
     workers = worker_configs(config)
     for worker in workers.values():
         arm = describe_arm(worker, source)
@@ -184,7 +188,17 @@ def validate_arm(config: Mapping[str, Any]) -> list[str]:
         arm = replace(arm, kv_budget_bytes=arm.kv_budget_bytes * own // (own + extra))
         reasons += [why for why in validate_axes(arm) if why not in reasons]
     rows = int(config["batching"].get("max_num_batched_tokens") or max(2048, length))
-    budget, device = int(config["kv_cache"]["budget_bytes"]), str(config["device"]["name"])
-    heads = 0 if drafts is None else drafts.expected_weights_bytes(describe_arm(config, source)) * len(workers)
-    lacking = does_not_fit(models * len(workers), budget, rows, device, heads)
-    return reasons + ([lacking] if lacking else [])
+    heads = 0 if drafts is None else drafts.expected_weights_bytes(describe_arm(config, source))
+    # Quality is measured beside the same model in BF16, where the arm's own is an engine of the trial's process.
+    is_compared = bool(config.get("quality_tokens")) and not has_workers(config) and not is_foreign(config)
+    reference = [(source.shape, weight_bits(option("precision", "bf16")))] if is_compared else []
+    devices = devices_of(config)
+    for device in dict.fromkeys(devices.values()):
+        here = [worker for name, worker in workers.items() if devices.get(name) == device]  # not on other hosts
+        budget = sum(int(worker["kv_cache"]["budget_bytes"]) for worker in here)
+        lacking = does_not_fit(models * len(here) + reference, budget, rows, device, heads * len(here))
+        if lacking and reference:
+            lacking += ", with the BF16 model that quality_tokens compares with"
+        if lacking and lacking not in reasons:
+            reasons.append(lacking)
+    return reasons

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,13 +15,16 @@ from omegaconf import DictConfig
 
 from harness.console import Reporter
 from harness.errors import BadInput
-from harness.isolate import Ending, in_another_process, run_inline, run_isolated
+from harness.fork_server import in_another_process
+from harness.gpus import devices_of, physical_name
+from harness.isolate import Ending, run_inline, run_isolated
 from harness.lock import held, shared_folder
 from harness.plan import trial_seed
-from harness.records import SCHEMA_VERSION, write_trial
-from harness.run_dir import KEPT, read_plan, recorded_status
+from harness.records import SCHEMA_VERSION, read_json, write_json, write_trial
+from harness.run_dir import KEPT, RUN_FILE, read_plan, recorded_status
 from harness.study import Plan, planned_configs
 from harness.texts import one_line
+from harness.validity import NOT_EXAMINED
 
 
 class RunOne(Protocol):
@@ -68,7 +71,7 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
                 reporter.ended(arm, block)
                 continue
             shutil.rmtree(job["out_dir"], ignore_errors=True)  # an old failure is not this one
-            with device_lock(str(configs[arm]["device"]["name"]), run_dir, reporter.say):
+            with device_locks(devices_of(configs[arm]).values(), run_dir, reporter.say):
                 reporter.started(arm, block)
                 ending = run_one(job, stall_s=plan["stall_s"], on_progress=reporter.progress)
             _settle(run_dir, plan, job, ending)
@@ -78,30 +81,42 @@ def run_block(run_dir: Path, block: int, run_one: RunOne | None = None) -> None:
 
 
 @contextmanager
-def device_lock(device: str, run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One trial at a time is measured on a device of this machine, whoever started it."""
-    name = device
-    if device == "cuda":  # of those that are visible, a trial runs on the first
-        name += "-" + (os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].replace("/", "_") or "0")
+def device_locks(devices: Iterable[str], run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One trial at a time is measured on each of these devices of this machine, whoever started it."""
     folder = shared_folder()
     folder.mkdir(parents=True, exist_ok=True)
+    names = {physical_name(device): device for device in devices}
+    with ExitStack() as locks:
+        for name, device in sorted(names.items()):  # in one order, or two studies could wait for each other
 
-    def wait(holder: str) -> None:
-        say(f"waiting: another trial is being measured on {device} ({holder})")
+            def wait(holder: str, device: str = device) -> None:
+                say(f"waiting: another trial is being measured on {device} ({holder})")
 
-    with held(folder / f"llm-serving-harness-{name}.lock", f"process {os.getpid()}, {run_dir}", wait, shared=True):
+            file = folder / f"llm-serving-harness-{name}.lock"
+            locks.enter_context(held(file, f"process {os.getpid()}, {run_dir}", wait, shared=True))
         yield
 
 
 def _settle(run_dir: Path, plan: Plan, job: Mapping[str, Any], ending: Ending) -> None:
-    """Make sure that the trial has a record: the child's own, or one that says why there is none."""
+    """Make sure that the trial has a record: the child's own, or one that says why there is none. Where the child was
+    ended after its window, the record says why as well.
+    """
     if recorded_status(run_dir, job["arm"], job["trial"]) is not None:
+        if ending.error is not None:
+            _say_why_not_examined(Path(job["out_dir"]) / RUN_FILE, ending.error)
         return
     why = ending.error or "ended without a record"
     if ending.interrupted:
         _record(job, "aborted", [why])
     else:
         _record(job, "failed", [why])
+
+
+def _say_why_not_examined(path: Path, error: str) -> None:
+    run = read_json(path)
+    if NOT_EXAMINED in run["validity"]:
+        why = f"{NOT_EXAMINED} ({error})"
+        write_json(path, run | {"validity": [why if text == NOT_EXAMINED else text for text in run["validity"]]})
 
 
 def _record(job: Mapping[str, Any], status: str, reasons: list[str]) -> None:

@@ -22,8 +22,9 @@ AT_LEAST_ONE = {
 }
 ABOVE_ZERO = {"rate", "rate_hz", "stall_s", "time_scale", "cv", "half_width"}
 AT_MOST_ONE = {"share", "top_p", "acceptance_rate", "profiler_at"}
-# Every block is planned, and written down, before the first; a step of a trace takes about a megabyte of memory.
-AT_MOST = {"trials": 10_000, "max_trials": 10_000, "profiler_steps": 256}
+# Every block is planned, and written down, before the first; a step of a trace takes about a megabyte of memory; who
+# reads counters all the time is measured himself.
+AT_MOST = {"trials": 10_000, "max_trials": 10_000, "profiler_steps": 256, "rate_hz": 1000}
 ANY_SIGN = {"mu"}  # the log of a median below 1 is negative
 NUMBERS = AT_LEAST_ONE | ABOVE_ZERO | AT_MOST_ONE | {"per_hour"}  # or null, whatever conf/ says
 CHOICES = {"isolation": ("process", "inline"), "telemetry.profiler": ("none", "torch")}

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,14 +32,27 @@ HYDRA_KEYS = ("hydra/launcher", "hydra.launcher.", "hydra.verbose")
 STUDY_KEYS = ("study", "run_dir")  # about the study, not about what an arm is
 
 
+class _ReadOnce(CachingConfigRepository):
+    """Keeps each file of conf/ as it was parsed. Hydra's own keeps it for one composition, and changes some of it."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        return copy.deepcopy(super().load_config(config_path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadOnce:
+        return self  # every composition begins with a copy of the repository
+
+
 @contextmanager
 def hydra_session() -> Iterator[ConfigLoader]:
-    """Hydra initialised on conf/, whatever the working directory; inside a job it already is."""
+    """Hydra initialised on conf/, whatever the working directory; inside a job or another session it already is."""
     if GlobalHydra.instance().is_initialized():
         yield GlobalHydra.instance().config_loader()
         return
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield GlobalHydra.instance().config_loader()
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        loader.repository = _ReadOnce(loader.repository)  # type: ignore[assignment]  # Hydra asks for no more
+        yield loader
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -47,7 +63,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException as error:
             raise explain(error) from error
         for override in parsed:
-            _check_key(override, loader)
+            _check_key(override)
     return parsed
 
 
@@ -136,7 +152,14 @@ def _load(name: str) -> DictConfig:
     return loaded
 
 
-def _check_key(override: Override, loader: ConfigLoader) -> None:
+@functools.cache
+def _available(group: str) -> list[str]:
+    """What Hydra finds for a group, plugins included, wherever it looks: that takes a while."""
+    with hydra_session() as loader:
+        return loader.get_group_options(group, ObjectType.CONFIG)
+
+
+def _check_key(override: Override) -> None:
     key, line = str(override.key_or_group), str(override.input_line)
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise BadInput(f"{line}: every option is declared in conf/; allowed: {line.lstrip('+~')} without '+' or '~'")
@@ -145,9 +168,12 @@ def _check_key(override: Override, loader: ConfigLoader) -> None:
     value = override._value
     if key.endswith("_target_") or _names_target(value):
         raise BadInput(f"{line}: _target_ comes from conf/ only; choose an option of the group instead")
+    if key.endswith(".name") and key != "study.name":  # or a record would say what did not run
+        group = key.removesuffix(".name").replace(".", "/")
+        raise BadInput(f"{line}: an option's name comes from conf/ only; allowed: {group}=<option>")
     if "/" not in key and key not in groups():
         return
-    available = loader.get_group_options(key, ObjectType.CONFIG)
+    available = _available(key)
     if not available:
         known = [*groups(), *(f"{g.parent.name}/{g.name}" for g in CONF.glob("*/*") if g.is_dir())]
         raise not_allowed("", key, known, "no such group; allowed")

@@ -17,7 +17,8 @@ from rich.table import Table
 from harness.records import RecordError, decode_numbers, read_json
 from harness.run_dir import KEPT, statuses
 from harness.study import Plan
-from harness.summary import incomparable, table_columns, table_rows
+from harness.summary import no_pair, table_columns, table_rows
+from harness.texts import number
 
 WIDTH = 200  # of a table that goes to a file or a pipe
 
@@ -54,11 +55,13 @@ class Outlet:
 
 
 def make_console() -> Console:
+    """On standard output; `WIDTH` columns where that is no terminal."""
     out = cast(TextIO, Outlet(sys.stdout))
     return Console(file=out, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def complain(text: str) -> None:
+    """On standard error, at once; lost where nobody reads it any more."""
     print(text, file=cast(TextIO, Outlet(sys.stderr)), flush=True)
 
 
@@ -100,6 +103,7 @@ class Reporter:
             self._bar.stop()
 
     def say(self, text: str) -> None:
+        """Above the bar, as it is: no markup, not wrapped."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def started(self, arm: str, trial: int) -> None:
@@ -138,7 +142,7 @@ class Reporter:
 
     def _ratio(self, arm: str, reference: str, trial: int) -> float | None:
         ours, theirs = (self._run(name, trial) for name in (arm, reference))
-        if any(run.get("status") != "ok" for run in (ours, theirs)) or incomparable(ours, theirs):
+        if any(run.get("status") != "ok" for run in (ours, theirs)) or no_pair(ours, theirs):
             return None
         rates = [run["metrics"].get("output_tokens_per_s") for run in (ours, theirs)]
         return rates[0] / rates[1] if all(rates) else None
@@ -177,6 +181,7 @@ class Reporter:
 
 
 def trial_line(run: Mapping[str, Any]) -> str:
+    """Its main figures if it is ok, else its status and the reasons."""
     if run.get("status") != "ok":
         return f"{run.get('status', 'no record')}: {'; '.join(run.get('reasons', []))}"
     metrics = run["metrics"]
@@ -198,11 +203,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def number(value: float | None, digits: int, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:.{digits}f}"
+def warning_lines(summary: Mapping[str, Any]) -> Iterable[str]:
+    """What speaks against the table's ratios."""
+    for arm, entry in summary["arms"].items():
+        for text, trials in entry["warnings"].items():
+            yield f"warning: {arm} {text} (trial {', '.join(map(str, trials))})"
 
 
 def clock_text(seconds: float) -> str:
+    """`m:ss`, from an hour on `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -32,6 +32,7 @@ def engine_facts(engine: Engine, kv_element_bytes: int) -> EngineFacts:
 
 
 def kernels(engine: Engine, kv_element_bytes: int = 2) -> dict[str, str]:
+    """By what they compute, the names of the kernels that the engine has chosen."""
     model, attention = engine.executor.model, engine.executor.attention
     found = {
         "linear": model.method.kernel,
@@ -44,6 +45,7 @@ def kernels(engine: Engine, kv_element_bytes: int = 2) -> dict[str, str]:
 
 
 def emulated(engine: Engine) -> list[str]:
+    """What of its arithmetic or decoding is not the real thing on this device."""
     parts = (engine.executor.model.method, engine.decoder)
     return [note for note in (getattr(part, "emulated", None) for part in parts) if note]
 

@@ -17,6 +17,7 @@ import torch
 from harness.arm import option
 from harness.drive import RealClock
 from harness.records import TrialRecord, read_run, write_json
+from harness.summary import traffic_content
 from impls.build import build_engine, kv_dtype_name, locate, max_model_len, options_of
 from impls.models.source import open_model
 from impls.request import Request
@@ -40,14 +41,26 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class OtherLength:
+    """Two arms' outputs of one request of which one goes on where the other has ended; in tokens."""
+
+    request_id: str
+    reference_length: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Agreement:
-    """Of ``requests`` that both arms finished, ``identical`` agree in every token; ``divergences`` has the others."""
+    """Of ``requests`` that both arms finished, ``identical`` agree in every token; the others are in ``divergences``,
+    or in ``other_lengths``: what ends an output is the last of its tokens, or its limit, so no rounding explains those.
+    """
 
     requests: int
     identical: int
     common_tokens: int  # tokens before the first divergence, over all requests
     tokens: int
     divergences: tuple[Divergence, ...]
+    other_lengths: tuple[OtherLength, ...] = ()
 
 
 def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
@@ -55,6 +68,7 @@ def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
     mine = finished_outputs(reference)
     requests = identical = common = total = 0
     divergences: list[Divergence] = []
+    other_lengths: list[OtherLength] = []
     for request_id, theirs in finished_outputs(other).items():
         ours = mine.get(request_id)
         if ours is None:
@@ -62,12 +76,14 @@ def compare(reference: pd.DataFrame, other: pd.DataFrame) -> Agreement:
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         requests += 1
         total += len(ours)
-        common += len(ours) if first is None else first
-        if first is None:
-            identical += len(ours) == len(theirs)
-        else:
+        common += min(len(ours), len(theirs)) if first is None else first
+        if first is not None:
             divergences.append(Divergence(request_id, first, ours[first], theirs[first]))
-    return Agreement(requests, identical, common, total, tuple(divergences))
+        elif len(ours) != len(theirs):
+            other_lengths.append(OtherLength(request_id, len(ours), len(theirs)))
+        else:
+            identical += 1
+    return Agreement(requests, identical, common, total, tuple(divergences), tuple(other_lengths))
 
 
 def finished_outputs(requests: pd.DataFrame) -> dict[str, list[int]]:
@@ -92,7 +108,7 @@ class TeacherForcer:
         """Logit of the best token minus the second best, for the position after ``token_ids``."""
         engine = self._engine
         if not engine.kv.allocate("forced", len(token_ids)):
-            raise ValueError(f"the KV budget cannot hold {len(token_ids)} tokens to teacher-force")
+            raise RuntimeError(f"the KV budget cannot hold {len(token_ids)} tokens to teacher-force")
         try:
             row = BatchRow("forced", token_ids, 0, engine.kv.block_table("forced"), 1, len(token_ids))
             with torch.inference_mode():
@@ -117,36 +133,43 @@ class TeacherForcer:
         ]
 
 
-def check_study(run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baseline: str) -> None:
-    """After the timed trials: compare each arm's greedy tokens of its first ok trial with the baseline's of that trial.
+def check_study(
+    run_dir: Path, configs: Mapping[str, Mapping[str, Any]], baseline: str, versus: Mapping[str, str | None]
+) -> None:
+    """After the timed trials: compare each arm's greedy tokens of its first ok trial with those that its ``versus``, or
+    the baseline where it has none, gave in that trial.
 
     Adds `equivalence` to these records: `metrics.equivalence` is the share of requests that are identical (in FP32 up
     to a near-tie), the details and any *token mismatch* stand beside it. ``configs`` are the arms' composed
     configurations, never the recorded ones.
     """
     record = read_run(run_dir)
-    references = {trial.run["trial"]: trial for trial in record.of_arm(baseline) if trial.run["status"] == "ok"}
-    forcer: TeacherForcer | None = None
-    for arm, config in configs.items():
-        trial = next((t for t in record.of_arm(arm) if t.run["status"] == "ok" and t.run["trial"] in references), None)
-        if trial is None or arm == baseline or "equivalence" in trial.run:
+    ok = {arm: {t.run["trial"]: t for t in record.of_arm(arm) if t.run["status"] == "ok"} for arm in configs}
+    pairs = [(versus.get(arm) or baseline, arm) for arm in configs]
+    forcers: dict[str, TeacherForcer] = {}  # one at a time, as each holds a model
+    for to, arm in sorted((pair for pair in pairs if pair[0] != pair[1]), key=lambda pair: pair[0]):
+        config, other = configs[arm], configs[to]
+        trial = next((trial for number, trial in ok[arm].items() if number in ok[to]), None)
+        if trial is None or "equivalence" in trial.run or config["workload"] != other["workload"]:
             continue
-        if inexact(config) or inexact(configs[baseline]):
+        if inexact(config) or inexact(other):
             continue  # no one claims that these tokens are the target's
-        reference = references[trial.run["trial"]]
+        reference = ok[to][trial.run["trial"]]
+        if traffic_content(trial.run) != traffic_content(reference.run):
+            continue  # other requests under the same names
         requests = greedy_requests(config, trial.run["seed"])
-        agreement = compare(
-            reference.requests[reference.requests.request_id.isin(list(requests))], trial.requests
-        )
-        if agreement.requests == 0 or config["workload"] != configs[baseline]["workload"]:
+        agreement = compare(reference.requests[reference.requests.request_id.isin(list(requests))], trial.requests)
+        if agreement.requests == 0:
             continue
-        if agreement.divergences and forcer is None:
-            forcer = TeacherForcer(configs[baseline])
-        in_fp32 = is_fp32(config) and is_fp32(configs[baseline])
-        limit = None if in_fp32 else MAX_TEACHER_FORCED
-        judged = [] if forcer is None else forcer.judge(agreement, requests, reference.requests, limit)
-        equal = same_precision(config, configs[baseline])
-        _record(trial, reference, agreement, judged, equal, in_fp32=in_fp32)
+        judged: list[Divergence] = []
+        in_fp32 = is_fp32(config) and is_fp32(other)
+        if agreement.divergences:
+            if to not in forcers:
+                forcers.clear()
+                forcers[to] = TeacherForcer(other)
+            limit = None if in_fp32 else MAX_TEACHER_FORCED
+            judged = forcers[to].judge(agreement, requests, reference.requests, limit)
+        _record(trial, reference, agreement, judged, same_precision(config, other), in_fp32=in_fp32)
 
 
 def inexact(config: Mapping[str, Any]) -> str | None:
@@ -176,6 +199,7 @@ def is_fp32(config: Mapping[str, Any]) -> bool:
 
 
 def same_precision(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    """Of the layers, and of the keys and values."""
     equal = config["precision"]["name"] == reference["precision"]["name"]
     return bool(equal and kv_dtype_name(config) == kv_dtype_name(reference))
 
@@ -203,8 +227,17 @@ def _record(
         "divergences": [asdict(d) for d in judged],
     }
     if equal:
-        run["validity"] = [*run["validity"], *mismatches(judged, tie)]
+        run["validity"] = [*run["validity"], *mismatches(judged, tie), *ends(agreement)]
     write_json(trial.path / "run.json", run)
+
+
+def ends(agreement: Agreement) -> list[str]:
+    """A warning for each output that is the reference's but for its end; only for arms of equal precision."""
+    return [
+        f"token mismatch: request {other.request_id} ends after {other.length} output tokens, all of them the "
+        f"reference's, which ends after {other.reference_length}"
+        for other in agreement.other_lengths
+    ]
 
 
 def mismatches(judged: Sequence[Divergence], tie: float) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 
-import psutil
 from hydra.errors import OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
+from harness.host_memory import host_memory
 from harness.texts import one_line
 
 LONGEST = 500  # characters of what an error says of itself
@@ -23,7 +23,7 @@ def failure(error: Exception) -> str:
     said = one_line(f"{type(error).__name__}: {error}")[:LONGEST]
     if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in said:
         return said
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     return f"{said} (the host has {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free)"
 
 
@@ -62,9 +62,11 @@ def explain(error: Exception) -> BadInput:
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> BadInput:
+    """An option that is none, with its ``siblings`` that a command line can set and the nearest of them."""
     parent, _, leaf = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    return not_allowed("", key, [prefix + name for name in siblings if name != leaf], "no such option; allowed")
+    fixed = {leaf, "_target_"} | ({"name"} if parent != "study" else set())  # what no command line can set
+    return not_allowed("", key, [prefix + name for name in siblings if name not in fixed], "no such option; allowed")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

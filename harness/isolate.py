@@ -6,38 +6,34 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, Any
+
+import psutil
 
 from harness.child import measure
 from harness.errors import LONGEST, failure
+from harness.fork_server import STOPS, import_ahead, process_context
 from harness.texts import one_line
 
-ROOT = str(Path(__file__).resolve().parent.parent)
 POLL_S = 0.2
 ASK_EVERY_S = 1.0
 GRACE_S = 30.0  # for an interrupted child to finish its record
+# Outside of its window a child may be busy for longer than `stall_s` without a step (it reads and packs large weights,
+# compiles, quantises). Looked at so often in that time; a thread that only polls uses less than this share of a core.
+LOOKS = 10
+BUSY_SHARE = 0.02
 OUTPUT_BYTES = 1 << 16  # the end of a child's output, of which the last line is told
-# Every trial is forked from one server that has imported torch and neither computed nor opened a GPU context: a trial
-# is a new process without the seconds of its imports. Where forking loaded libraries is unsafe, it starts from nothing.
-HAS_SERVER = sys.platform == "linux"
-PRELOAD = ["harness.trial"]
-LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path is bounded, and its folder so
 
-T = TypeVar("T")
 Job = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]
 
@@ -50,63 +46,17 @@ class Ending:
     interrupted: bool = False
 
 
-def import_ahead() -> None:
-    """Start the imports of the first trial now, beside whatever else is to be done before it. Returns at once.
-
-    The server is deaf to Ctrl-C from its first moment on: who started it has to answer that.
-    """
-    if not HAS_SERVER:
-        return
-    _make_socket_folder()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    own = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, own]))  # the server is to find us from any folder
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-    try:
-        forkserver.ensure_running()
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
-        if own is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = own
-
-
-def _make_socket_folder() -> None:
-    """Where the server's socket will lie: multiprocessing's own choice, unless TMPDIR is too long for a socket."""
-    own = tempfile.gettempdir()
-    if len(os.fsencode(own)) <= LONGEST_FOLDER:
-        return
-    tempfile.tempdir = "/tmp"
-    try:
-        util.get_temp_dir()  # made once, and remembered by this process and its children
-    finally:
-        tempfile.tempdir = own
-
-
-def _context() -> ForkServerContext | SpawnContext:
-    return multiprocessing.get_context("forkserver") if HAS_SERVER else multiprocessing.get_context("spawn")
-
-
-def in_another_process(function: Callable[[], T]) -> T:
-    """What ``function`` returns or raises, in a process that ends with it."""
-    import_ahead()
-    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
-        return pool.submit(function).result()
-
-
 def run_isolated(
     job: Job, *, stall_s: float, on_progress: Send, target: Callable[[Job, Send], None] = measure
 ) -> Ending:
     """Run ``target`` on the job in a process of its own and watch it until it ends.
 
     Ctrl-C (or SIGTERM) once asks the child to finish its record, twice kills it. ``stall_s`` seconds without a step
-    kill it too. Nothing that the child started outlives it.
+    kill it too; outside of its window only if it, and whatever it has started, does not compute either. Nothing that
+    the child started outlives it.
     """
     import_ahead()
-    context = _context()
+    context = process_context()
     reports, write_end = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as output, reports, _counted_interrupts() as interrupts:
         child = context.Process(target=_enter, args=(target, job, write_end, output.name))
@@ -128,7 +78,8 @@ def _enter(target: Callable[[Job, Send], None], job: Job, write_end: Connection,
     """The child's side: a process group of its own, its output in a file, its reports on the pipe."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -184,13 +135,14 @@ def _watch(
     """Follow the child's reports until it ends; why it failed or was killed, or None if nothing says so."""
     steps, advanced, asked, told, phase = 0, time.monotonic(), 0.0, 0.0, "starting"
     seen: tuple[object, ...] = ()
+    looked, used_s = advanced, 0.0
     is_open = True
     while True:
         has_ended = child.exitcode is not None  # asked before the pipe: what it sent last is read all the same
         if is_open and reports.poll(0.0 if has_ended else POLL_S):
             try:
                 report = json.loads(reports.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # it ended, perhaps in the middle of a report
                 is_open = False
                 continue
             if "error" in report:
@@ -211,8 +163,25 @@ def _watch(
             _signal(child, signal.SIGINT)
         if len(interrupts) > 1 or (asked and now - asked > GRACE_S):
             return "killed by the user before its record was finished"
+        if phase != "measuring" and now - looked > stall_s / LOOKS:
+            before_s, used_s = used_s, _cpu_seconds(child)
+            if used_s - before_s > BUSY_SHARE * (now - looked):
+                advanced = now
+            looked = now
         if not asked and now - advanced > stall_s:
             return f"hang: no step for {stall_s:g} s (study.stall_s) while {phase}, after {steps} steps; killed"
+
+
+def _cpu_seconds(child: BaseProcess) -> float:
+    """What the child and all that it has started have used, the ended ones that were waited for included."""
+    used_s = 0.0
+    with suppress(psutil.NoSuchProcess):
+        whole = psutil.Process(child.pid)
+        for process in [whole, *whole.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                used_s += times.user + times.system + times.children_user + times.children_system
+    return used_s
 
 
 def _signal(child: BaseProcess, number: int) -> None:
@@ -236,7 +205,8 @@ def _describe(code: int | None, output: IO[bytes]) -> str | None:
     if code == -signal.SIGKILL:
         return f"killed by the operating system (SIGKILL), most likely for lack of memory; last output: {last}"
     if code < 0:
-        return f"crashed with {signal.Signals(-code).name}; last output: {last}"
+        known = -code in signal.Signals.__members__.values()  # most real-time signals have no name
+        return f"crashed with {signal.Signals(-code).name if known else f'signal {-code}'}; last output: {last}"
     return last
 
 
@@ -262,7 +232,7 @@ def _counted_interrupts(raise_second: bool = False) -> Iterator[list[int]]:
         if raise_second and len(received) > 1:
             raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, collect) for number in STOPS}
     try:
         yield received
     finally:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import psutil
-import torch
-
-from harness.isolate import in_another_process
+from harness.gpus import gpu_memory, ordinal
+from harness.host_memory import host_memory
 from impls.engine import Engine
 from impls.seams import CausalLM, DraftHead, ModelShape, StepStats
 
 # Dense peak per GPU: BF16 TFLOP/s, FP8 TFLOP/s (None: no FP8), INT8 TOP/s, memory GB/s. Vendor datasheets, no sparsity.
+# The driver's whole name without its vendor: other boards (PCIe, NVL), slices (MIG) and virtual GPUs have longer ones.
 DATASHEET = {
     "A100-SXM4-80GB": (312.0, None, 624.0, 2039.0),
     "A100-SXM4-40GB": (312.0, None, 624.0, 1555.0),
     "H100 80GB HBM3": (989.4, 1978.9, 1978.9, 3350.0),
     "H200": (989.4, 1978.9, 1978.9, 4800.0),
+    "H200 NVL": (835.5, 1670.5, 1670.5, 4800.0),
     "B200": (2250.0, 4500.0, 4500.0, 8000.0),
     "L4": (121.0, 242.0, 242.0, 300.0),
 }
@@ -34,9 +31,19 @@ class Peaks:
     bytes_per_s: float | None
     source: str  # "datasheet" | "measured" | "measured, on a busy host" | "unknown"
 
+    def times(self, devices: int) -> Peaks:
+        """Of so many such devices together."""
+
+        def all_of(one: float | None) -> float | None:
+            return None if one is None else devices * one
+
+        return Peaks(all_of(self.flops_per_s), all_of(self.bytes_per_s), self.source)
+
 
 @dataclass(frozen=True)
 class StepCost:
+    """What one step computes (floating-point operations) and moves through memory (bytes)."""
+
     flops: int
     bytes: int
 
@@ -67,6 +74,7 @@ def linear_parameters(shape: ModelShape) -> int:
 
 
 def head_parameters(shape: ModelShape) -> int:
+    """Of the LM head, or of the embedding."""
     return shape.vocab_size * shape.hidden_size
 
 
@@ -163,18 +171,13 @@ def cost_of_step(models: Mapping[str, ResidentModel], stats: StepStats) -> StepC
 
 
 def memory_total_bytes(device: str) -> int:
-    return _cuda_memory()[1] if device == "cuda" else int(psutil.virtual_memory().total)
+    """``device`` as torch names it: ``cuda:1`` is the second GPU."""
+    return gpu_memory(ordinal(device))[1] if device.startswith("cuda") else host_memory().total
 
 
 def memory_free_bytes(device: str) -> int:
-    return _cuda_memory()[0] if device == "cuda" else int(psutil.virtual_memory().available)
-
-
-@cache
-def _cuda_memory() -> tuple[int, int]:
-    """(free, total), asked elsewhere: a GPU context of this process would lie beside every trial, half a GB of it."""
-    free, total = in_another_process(torch.cuda.mem_get_info)
-    return int(free), int(total)
+    """Of a GPU, or of what this process may use of the host's."""
+    return gpu_memory(ordinal(device))[0] if device.startswith("cuda") else host_memory().available
 
 
 def does_not_fit(
@@ -192,23 +195,19 @@ def does_not_fit(
 
 
 def datasheet_peaks(device_name: str, arithmetic: str) -> Peaks | None:
-    """arithmetic: `LinearMethod.arithmetic`. None for a MIG slice: the datasheet is about the whole GPU."""
-    if re.search(r"\bMIG\b", device_name):
+    """arithmetic: `LinearMethod.arithmetic`. None where the datasheets have no GPU of exactly this name."""
+    figures = DATASHEET.get(device_name.removeprefix("NVIDIA "))
+    if figures is None:
         return None
-    for name, (bf16, fp8, int8, bandwidth) in DATASHEET.items():
-        if re.search(rf"\b{re.escape(name)}\b", device_name):  # whole words: an L40S is no L4
-            tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(arithmetic, bf16)
-            return Peaks(tera * 1e12 if tera else None, bandwidth * 1e9, "datasheet")
-    return None
+    bf16, fp8, int8, bandwidth = figures
+    tera = {"fp8": fp8, "int8": int8, "fp32": None}.get(arithmetic, bf16)
+    return Peaks(tera * 1e12 if tera else None, bandwidth * 1e9, "datasheet")
 
 
-def utilisation(steps: Sequence[Mapping[str, Any]], peaks: Peaks, seconds: float) -> dict[str, float | None]:
-    """MFU and MBU over a window of ``seconds``: all steps' FLOPs and bytes against what the peaks would allow."""
+def utilisation(flops: float, moved_bytes: float, peaks: Peaks, seconds: float) -> dict[str, float | None]:
+    """MFU and MBU of what was done in ``seconds``, against what the peaks would allow."""
 
     def share(total: float, peak: float | None) -> float | None:
         return total / (seconds * peak) if peak and seconds > 0 else None
 
-    return {
-        "mfu": share(sum(s["flops"] for s in steps), peaks.flops_per_s),
-        "mbu": share(sum(s["bytes"] for s in steps), peaks.bytes_per_s),
-    }
+    return {"mfu": share(flops, peaks.flops_per_s), "mbu": share(moved_bytes, peaks.bytes_per_s)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,19 +20,13 @@ STAGES = ("quantize_s", "matmul_s", "rescale_s")  # that a record has, null wher
 Record = dict[str, int | float | None]
 
 
-class LinearModel(CausalLM, Protocol):
-    """A model whose `forward` sends every linear layer but the head through ``method``."""
-
-    method: LinearMethod
-
-
 def row_counts(max_num_seqs: int) -> list[int]:
     """The numbers of rows worth timing for an arm whose decode steps have at most ``max_num_seqs``."""
     return [rows for rows in ROW_COUNTS if rows <= max(1, max_num_seqs)]
 
 
 @torch.inference_mode()
-def linear_stage_times(model: LinearModel, row_counts: Sequence[int]) -> list[Record]:
+def linear_stage_times(model: CausalLM, row_counts: Sequence[int]) -> list[Record]:
     """Seconds that one pass through all linear layers takes, head left out: a record per number of rows.
 
     Keys: rows, apply_s (`LinearMethod.apply`) and <stage>_s of `LinearMethod.stages`, one after the other; `STAGES`
@@ -84,7 +78,7 @@ def _one_pass(method: LinearMethod, layers: Sequence[PackedLinear], inputs: Mapp
     return seconds
 
 
-def packed_layers(model: LinearModel, device: torch.device) -> list[PackedLinear]:
+def packed_layers(model: CausalLM, device: torch.device) -> list[PackedLinear]:
     """In the order in which a forward pass of one row reaches them."""
     recorder = _RecordingMethod(model.method)
     observed = copy.copy(model)

@@ -6,131 +6,26 @@ a failed request counts as +inf, so that losing the slowest requests cannot impr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from harness.distribution import distribution
+from harness.latencies import REQUEST_METRICS, emission_gaps, meets_slo, request_latencies
 from harness.speculation import speculation_metrics
 from harness.validity import peak_warnings, warnings_of
+from harness.window import Window, measure_window, tokens_inside
 
 if TYPE_CHECKING:
     from harness.limits import Peaks
 
-Floats = npt.NDArray[np.float64]
-
-WINDOW_RULES = ("burst", "replay", "timed")
-# Per request, and so what an SLO may bound.
-REQUEST_METRICS = ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s", "queueing_s")
 # Measured or known outside the tables; taken from ``extras`` as they are, null where it has none.
 GIVEN_METRICS = (
-    *("peak_memory_bytes", "weights_bytes", "startup_s", "perplexity", "kl_vs_bf16", "top1_agreement"),
-    *("kv_transfer_bytes", "kv_transfer_s", "equivalence"),
+    *("peak_memory_bytes", "weights_bytes", "checkpoint_bytes", "startup_s", "ready_s"),
+    *("perplexity", "kl_vs_bf16", "top1_agreement", "kv_transfer_bytes", "kv_transfer_s", "equivalence"),
 )
-
-
-@dataclass(frozen=True)
-class Window:
-    """The one interval that every rate counts in, both ends included. None: it does not exist (nothing ran)."""
-
-    rule: str
-    start_s: float | None
-    end_s: float | None
-
-    @property
-    def length_s(self) -> float | None:
-        if self.start_s is None or self.end_s is None or self.end_s <= self.start_s:
-            return None
-        return self.end_s - self.start_s
-
-    def holds(self, times: Floats) -> npt.NDArray[np.bool_]:
-        if self.start_s is None or self.end_s is None:
-            return np.zeros(len(times), bool)
-        return (times >= self.start_s) & (times <= self.end_s)
-
-
-def measure_window(requests: pd.DataFrame, rule: str, warmup_s: float, last_arrival_s: float) -> Window:
-    """Burst and replay: first scheduled step to last token; timed: after the warm-up to the last intended arrival.
-
-    A target whose steps are not seen begins with the first request that it is given.
-    """
-    if rule not in WINDOW_RULES:
-        raise ValueError(f"window rule {rule!r}, allowed: {', '.join(WINDOW_RULES)}")
-    if rule == "timed":
-        return Window(rule, float(warmup_s), float(last_arrival_s))
-    scheduled = requests["scheduled_s"].dropna()
-    if scheduled.empty:
-        scheduled = requests.loc[requests["finish_reason"] != "rejected", "submitted_s"]
-    ends = [times[-1] for times in requests["emission_times_s"] if len(times)]
-    if scheduled.empty or not ends:
-        return Window(rule, None, None)
-    return Window(rule, float(scheduled.min()), float(max(ends)))
-
-
-# --- per request ------------------------------------------------------------------------------------------------------
-
-
-def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """`REQUEST_METRICS` of each request, NaN where undefined, and ``outcome``: finished, failed or rejected.
-
-    A reply without a token is a failure, whatever reason it ended with. Failed ones are +inf, except in queueing.
-    """
-    columns = ("finish_reason", "intended_s", "scheduled_s", "emission_times_s", "emission_tokens")
-    rows = [latencies_of(*row) for row in zip(*(requests[name] for name in columns), strict=True)]
-    return pd.DataFrame(rows, columns=[*REQUEST_METRICS, "outcome"])
-
-
-def latencies_of(
-    reason: str | None, t0: float, scheduled: float, times: Sequence[float] | Floats, counts: Sequence[int] | Floats
-) -> dict[str, Any]:
-    """One request's, as in `request_latencies`; ``times`` and ``counts``: seconds and tokens of its emissions."""
-    n = int(sum(counts))
-    values: dict[str, Any] = dict.fromkeys(REQUEST_METRICS, math.nan)
-    values["queueing_s"] = scheduled - t0
-    if reason == "rejected":
-        outcome = "rejected"
-    elif reason not in ("length", "stop") or n == 0:
-        outcome = "failed"
-        values |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"), math.inf)
-    else:
-        outcome = "finished"
-        values["ttft_s"], values["e2e_s"] = times[0] - t0, times[-1] - t0
-        values["normalized_latency_s"] = values["e2e_s"] / n
-        if n > counts[0]:
-            values["tpot_s"] = (times[-1] - times[0]) / (n - counts[0])
-    return {**values, "outcome": outcome}
-
-
-def emission_gaps(requests: pd.DataFrame | Mapping[str, Sequence[Any]]) -> tuple[Floats, Floats]:
-    """(itl, inter_emission): k gaps of (t - t')/k for an emission of k tokens, and t - t'. The first gives none."""
-    raw = [np.empty(0)] + [np.diff(np.asarray(times, float)) for times in requests["emission_times_s"]]
-    later = [np.empty(0, int)] + [np.asarray(counts, int)[1:] for counts in requests["emission_tokens"]]
-    gaps, tokens = np.concatenate(raw), np.concatenate(later)
-    return np.repeat(gaps / tokens, tokens), gaps
-
-
-def meets_slo(latencies: pd.DataFrame, slo: Mapping[str, float]) -> npt.NDArray[np.bool_]:
-    """Finished, and at or under every bound; one that is undefined (TPOT of a single token) has nothing to miss."""
-    good = (latencies["outcome"] == "finished").to_numpy()
-    for name, bound in slo.items():
-        if name not in REQUEST_METRICS:
-            raise ValueError(f"slo.{name}: not a latency of a request, allowed: {', '.join(REQUEST_METRICS)}")
-        good = good & ~(latencies[name].to_numpy(float) > bound)
-    return np.asarray(good, bool)
-
-
-def tokens_inside(requests: pd.DataFrame, window: Window) -> npt.NDArray[np.int64]:
-    """Each request's tokens that were emitted inside the window, whether or not it ended there."""
-    inside = [
-        int(np.asarray(counts, int)[window.holds(np.asarray(times, float))].sum())
-        for times, counts in zip(requests["emission_times_s"], requests["emission_tokens"], strict=True)
-    ]
-    return np.array(inside, np.int64)
 
 
 # --- per step ---------------------------------------------------------------------------------------------------------
@@ -171,20 +66,25 @@ def kv_shares(steps: pd.DataFrame) -> dict[str, float | None]:
 def energy_joules(telemetry: pd.DataFrame, window: Window) -> float | None:
     """The GPUs' energy counters at the window's end minus its start, read off between the two nearest samples.
 
-    None where a GPU of the trial has no counter, or where a counter's samples do not enclose the window.
+    None where a GPU of the trial has no counter, or where a counter's samples do not enclose the window, or go back in
+    it (a driver that was loaded anew counts from 0).
     """
     gpus = set(telemetry.loc[telemetry["source"].str.fullmatch(r"gpu\d+"), "source"])
     counters = telemetry[(telemetry["name"] == "energy_j") & telemetry["source"].str.startswith("gpu")]
     counters = counters.dropna(subset=["value"])
     if window.length_s is None or counters.empty or gpus - set(counters["source"]):
         return None
+    edges = np.array([window.start_s, window.end_s], float)
     joules = 0.0
     for _, samples in counters.groupby("source"):
         ordered = samples.sort_values("t_s")
         times, values = ordered["t_s"].to_numpy(float), ordered["value"].to_numpy(float)
-        if times[0] > window.start_s or times[-1] < window.end_s:
+        if times[0] > edges[0] or times[-1] < edges[1]:
             return None
-        start, end = np.interp([window.start_s, window.end_s], times, values)
+        first, last = np.searchsorted(times, edges[0], "right") - 1, np.searchsorted(times, edges[1])
+        if (np.diff(values[first : last + 1]) < 0).any():
+            return None
+        start, end = np.interp(edges, times, values)
         joules += float(end - start)
     return joules
 
@@ -229,7 +129,11 @@ def compute_metrics(
     ended = window.holds(requests["finished_s"].to_numpy(float)) & (latencies["outcome"] == "finished").to_numpy()
     bounds = {name: bound for name, bound in (slo or {}).items() if name != "name" and bound is not None}
     good = meets_slo(latencies, bounds)
-    good_in_window = int((good & counted).sum()) if bounds else None
+    # A limit on what the target does not show is neither met nor missed.
+    judged = not (
+        "queueing_s" in bounds and latencies.loc[latencies["outcome"] == "finished", "queueing_s"].isna().any()
+    )
+    good_in_window = int((good & counted).sum()) if bounds and judged else None
     itl, inter_emission = emission_gaps(accepted)
     finished_itl, finished_inter_emission = emission_gaps(finished)
     shares = kv_shares(inside)
@@ -257,15 +161,17 @@ def compute_metrics(
         "prefix_hit_rate_observed": _quotient(
             _total(accepted, "cached_prompt_tokens"), _total(accepted, "prompt_tokens")
         ),
+        "preemptions": _total(accepted, "preemptions"),
         "distinct_4gram_share": distinct_4gram_share(accepted["output_token_ids"]),
-        **_utilisation(inside, seconds, extras.get("peaks")),
+        **_utilisation(steps, window, extras.get("peaks")),
         "energy_j_per_output_token": _quotient(energy_joules(telemetry, window), output_tokens),
-        "cost_per_million_output_tokens": _cost(price_per_hour, int(tokens[good].sum()), seconds),
+        "cost_per_million_output_tokens": _cost(price_per_hour if judged else None, int(tokens[good].sum()), seconds),
         **{name: extras.get(name) for name in GIVEN_METRICS},
         **{
             name: distribution(chosen[name].dropna(), chosen.loc[outcomes == "finished", name].dropna())
             for name in REQUEST_METRICS
         },
+        "ttft_urgent_s": _ttft_urgent(requests[counted], chosen),
         "itl_s": distribution(itl, finished_itl),
         "inter_emission_s": distribution(inter_emission, finished_inter_emission),
     }
@@ -279,6 +185,15 @@ def compute_metrics(
     return described, metrics, warnings + peak_warnings(metrics, extras.get("peaks"))
 
 
+def _ttft_urgent(requests: pd.DataFrame, latencies: pd.DataFrame) -> dict[str, Any]:
+    """TTFT of the most urgent class alone, where the traffic has several; nothing was measured where it has not."""
+    classes = requests["priority"]
+    if classes.nunique() < 2:
+        return distribution(())
+    chosen = latencies[(classes == classes.min()).to_numpy(bool, na_value=False)]
+    return distribution(chosen["ttft_s"].dropna(), chosen.loc[chosen["outcome"] == "finished", "ttft_s"].dropna())
+
+
 def distinct_4gram_share(outputs: Iterable[Sequence[int]]) -> float | None:
     """Distinct 4-grams / all 4-grams, each request by itself; None if no output has four tokens."""
     distinct = total = 0
@@ -289,13 +204,27 @@ def distinct_4gram_share(outputs: Iterable[Sequence[int]]) -> float | None:
     return _quotient(distinct, total)
 
 
-def _utilisation(steps: pd.DataFrame, seconds: float | None, peaks: Peaks | None) -> dict[str, float | None]:
-    work = {"flops": _total(steps, "flops"), "bytes": _total(steps, "bytes")}
-    if peaks is None or seconds is None or None in work.values():
+def _utilisation(steps: pd.DataFrame, window: Window, peaks: Peaks | None) -> dict[str, float | None]:
+    seconds = window.length_s
+    flops, moved_bytes = (_work_inside(steps, column, window) for column in ("flops", "bytes"))
+    if peaks is None or seconds is None or flops is None or moved_bytes is None:
         return {"mfu": None, "mbu": None}
     from harness.limits import utilisation  # it imports torch, which the report does without
 
-    return utilisation([work], peaks, seconds)
+    return utilisation(flops, moved_bytes, peaks, seconds)
+
+
+def _work_inside(steps: pd.DataFrame, column: str, window: Window) -> float | None:
+    """The column's sum over the window. Of a timed one, which may begin and end amid steps, these count by their part
+    inside; the others end with a step.
+    """
+    if window.rule != "timed" or window.start_s is None or window.end_s is None:
+        return _total(steps[window.holds(steps["start_s"].to_numpy(float))], column)
+    starts, ends = (steps[name].to_numpy(float) for name in ("start_s", "end_s"))
+    inside = np.minimum(ends, window.end_s) - np.maximum(starts, window.start_s)
+    there = inside > 0
+    share = inside[there] / (ends - starts)[there]
+    return _total(pd.DataFrame({column: steps[column].to_numpy(float)[there] * share}), column)
 
 
 def _cost(price_per_hour: float | None, good_tokens: int, seconds: float | None) -> float | None:

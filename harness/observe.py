@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.drive import RealClock, drive
+from harness.driven import Driven
 from harness.linear_stages import Record
 from harness.recorder import Recorder
 from harness.steps import Tick
@@ -28,13 +29,13 @@ LEAD_S = 0.05
 
 
 @dataclass(frozen=True)
-class Observed:
-    """A window, as it was seen. ``completed``: nobody stopped it. ``telemetry_error``: why sampling ended before it."""
+class Observed(Driven):
+    """A window, as it was seen. ``completed``: nobody stopped it. ``ended_s``: when driving ended. ``telemetry_error``:
+    why sampling ended before it.
+    """
 
     completed: bool
-    sent: list[Request]
-    requests: pd.DataFrame
-    steps: pd.DataFrame
+    ended_s: float
     telemetry: pd.DataFrame
     telemetry_cost: Cost
     telemetry_error: str | None
@@ -57,7 +58,7 @@ def observe(
     counter, one of them from before it opened.
     """
     recorder = Recorder()
-    gpus = gpu_source() if system.config["device"]["name"] == "cuda" else None
+    gpus = gpu_source(system.gpus()) if system.config["device"]["name"] == "cuda" else None
     sources: list[Source] = [ProcessSource(system.pids), HostSource(), *([gpus] if gpus else [])]
     gc.collect()
     gc.freeze()
@@ -70,6 +71,7 @@ def observe(
             completed = drive(
                 system.target, stream, recorder, clock, initial=initial, on_step=on_step, should_stop=should_stop
             )
+            ended_s = clock.now()
         telemetry = sampler.stop()
     finally:
         gc.enable()
@@ -77,6 +79,7 @@ def observe(
     peak_memory = system.memory.read()
     return Observed(
         completed=completed,
+        ended_s=ended_s,
         sent=recorder.sent(),
         requests=recorder.requests(),
         steps=recorder.steps(system.step_cost),
@@ -112,5 +115,5 @@ def examine(
     quality, unknown = system.quality(tick) if whole and first else (None, [])
     profile = Profile()
     if seen.completed:
-        profile = system.profile(seen.sent, seen.requests, seen.steps, options, tick=tick, should_stop=should_stop)
+        profile = system.profile(seen, options, tick=tick, should_stop=should_stop)
     return Examined(stages, quality, profile, [*untimed, *unknown, *profile.warnings])

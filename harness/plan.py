@@ -14,7 +14,8 @@ from harness.errors import BadInput, nearest, not_allowed, unknown_key
 
 SINGLE = "single"  # the arm of a command that sweeps nothing and names no arms
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # also a folder's name
-LONGEST_NAME = 200
+LONGEST_NAME = 200  # bytes: a file system's limit is 255
+OWN_FILES = ("study.json", "summary.json", "report.html")  # of a run's folder, beside those of its arms
 ARM_KEYS = ("set", "versus", "trials")
 STUDY_WIDE = ("study", "run_dir", "seed", "isolation", "hydra")  # equal in all arms, or the arms were no pairs
 
@@ -189,9 +190,12 @@ def _refuse_conflicts(base: Sequence[Setting], swept: Sequence[Setting], specs: 
 
 def _check_names(arms: Sequence[PlannedArm]) -> None:
     names = [arm.name for arm in arms]
-    long = next((name for name in names if len(name) > LONGEST_NAME), None)
+    long = next((name for name in names if len(name.encode()) > LONGEST_NAME), None)
     if long is not None:
-        raise BadInput(f"{long[:40]}...: an arm's name is also a folder's: at most {LONGEST_NAME} characters")
+        raise BadInput(f"{long[:40]}...: an arm's name is also a folder's: at most {LONGEST_NAME} bytes")
+    taken = next((name for name in names if name in OWN_FILES), None)
+    if taken is not None:
+        raise BadInput(f"{taken}: an arm's name is also a folder's, and this one is a file of every run")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise BadInput(f"{twice}: two arms have this name; allowed: distinct choices (study=aa runs one arm twice)")

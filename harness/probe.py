@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 
-from harness.limits import Peaks, datasheet_peaks
+from harness.limits import Peaks, datasheet_peaks, memory_total_bytes
+from harness.probe_sizes import copy_bytes, gemm_sizes
+from impls.models.packed_cache import code_version
 from impls.seams import LinearMethod
 
-VERSION = 2  # of what is measured and how: 1 read memory where 2 copies it
+VERSION = 3  # of what is measured and how: 1 read memory where 2 copies it; 3 copies more than any cache holds
 MAX_AGE_S = 30 * 24 * 3600.0
 PROBE_S = 0.35
 FREE_SHARE = 0.75  # of the processors' time
 ATTEMPTS = 3
-GEMM_ROWS, GEMM_SIZE = 512, 1024
-COPY_BYTES = 128 * 2**20  # read and as many written: together more than a last-level cache holds
+GPU_CALLS = 20  # before the host waits for them: a launch and a wait take tens of microseconds
 
 # Seconds that a piece of work takes at best on a device.
 Seconds = Callable[[Callable[[], object], str], float]
@@ -45,11 +46,11 @@ def peaks(device: str, method: LinearMethod, cache_dir: Path) -> Peaks:
 
     The GEMM rate is that of the arm's own ``method``: what its layers could reach at best, in their arithmetic; the
     bandwidth is the same for all methods. Each is measured again after `MAX_AGE_S`, or where what is kept cannot be
-    read, and is of this machine, number of threads, version of torch and of the probe. What is measured while others
-    hold the processors is not kept, and says so.
+    read, and is of this machine, number of threads, version of torch and of the probe; the GEMM of the kernels' code
+    too. What is measured while others hold the processors is not kept, and says so.
     """
     if device == "cuda":
-        known = datasheet_peaks(torch.cuda.get_device_name(0), method.arithmetic)
+        known = datasheet_peaks(device_name(device), method.arithmetic)
         if known is not None:
             return known
     threads = torch.get_num_threads()
@@ -67,6 +68,9 @@ def machine_key(device: str) -> dict[str, Any]:
         "version": VERSION,
         "device": device,
         "name": device_name(device),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "memory": memory_total_bytes("cpu"),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -77,6 +81,7 @@ def gemm_key(device: str, method: LinearMethod) -> dict[str, Any]:
     options = {name: value for name, value in sorted(vars(method).items()) if isinstance(value, str | int | float)}
     return {
         **machine_key(device),
+        "code": code_version(),
         "method": type(method).__name__,
         "options": options | {"kernel": method.kernel, "activations": str(method.activation_dtype)},
     }
@@ -128,7 +133,7 @@ def _keep(path: Path, key: Mapping[str, Any], per_s: float) -> None:
 
 def device_name(device: str) -> str:
     if device == "cuda":
-        return torch.cuda.get_device_name(0)
+        return torch.cuda.get_device_name(torch.cuda.current_device())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -138,28 +143,39 @@ def device_name(device: str) -> str:
 
 
 def best_seconds(work: Callable[[], object], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The best of many runs over at least a third of a second: one that nothing else disturbed."""
-    best, begun = math.inf, clock()
-    while clock() - begun < PROBE_S:
+    """The best of many runs over at least a third of a second, after one that is not timed: kernels may be built in
+    it. On a GPU a run is one of `GPU_CALLS` that are queued at once.
+    """
+    calls = GPU_CALLS if device == "cuda" else 1
+
+    def seconds(calls: int) -> float:
         start = clock()
-        work()
+        for _ in range(calls):
+            work()
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, clock() - start)
+        return clock() - start
+
+    seconds(1)
+    best, begun = math.inf, clock()
+    while clock() - begun < PROBE_S:
+        best = min(best, seconds(calls) / calls)
     return best
 
 
 @torch.inference_mode()
 def gemm_flops_per_s(device: str, method: LinearMethod, seconds: Seconds = best_seconds) -> float:
     """A square layer over many rows, multiplied as the arm multiplies its own; a multiply-add is two."""
+    rows, size = gemm_sizes(device)
     generator = torch.Generator().manual_seed(0)
-    packed = method.pack(torch.randn(GEMM_SIZE, GEMM_SIZE, generator=generator) / GEMM_SIZE**0.5)
-    x = torch.randn(GEMM_ROWS, GEMM_SIZE, generator=generator).to(device, method.activation_dtype)
-    return 2 * GEMM_ROWS * GEMM_SIZE**2 / seconds(partial(method.apply, x, packed), device)
+    packed = method.pack(method.example(torch.randn(size, size, generator=generator) / size**0.5))
+    x = torch.randn(rows, size, generator=generator).to(device, method.activation_dtype)
+    return 2 * rows * size**2 / seconds(partial(method.apply, x, packed), device)
 
 
 def copy_bytes_per_s(device: str, seconds: Seconds = best_seconds) -> float:
     """Bytes read and bytes written while one tensor is copied into another, in the memory of the device."""
-    source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)  # untouched pages would be read from none
+    size = copy_bytes(device)
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)  # untouched pages would be read from none
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / seconds(partial(target.copy_, source), device)
+    return 2 * size / seconds(partial(target.copy_, source), device)

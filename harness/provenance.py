@@ -54,6 +54,7 @@ def versions() -> dict[str, str | None]:
 
 
 def driver_version() -> str | None:
+    """NVIDIA's; None without one."""
     import pynvml
 
     try:

@@ -91,6 +91,7 @@ def score(logits: Tensor, reference: Tensor, token_ids: Sequence[int]) -> TextSc
 
 
 def estimate(values: Sequence[float]) -> Estimate:
+    """The mean, with Student's 95 % interval; of a single value without one."""
     mean, n = fmean(values), len(values)
     if n < 2:
         return Estimate(mean, None, None)

@@ -59,6 +59,7 @@ STEP_COLUMNS: dict[str, pa.DataType] = {
 # swap_kept_bytes: in host memory at the step's end.
 # copied_blocks: begun as a copy of a block to which another sample of the same request writes as well.
 # worker: whose step it was, where a topology has several; their steps overlap, and each has its own K/V and rows.
+# replayed: 1 where its forward pass was the replay of a captured graph, 0 where it was launched.
 STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "propose_s": _FLOAT,
     "attention_s": _FLOAT,
@@ -74,9 +75,15 @@ STEP_EXTRA_COLUMNS: dict[str, pa.DataType] = {
     "swap_kept_bytes": _INT,
     "copied_blocks": _INT,
     "worker": _TEXT,
+    "replayed": _INT,
 }
-# Of a request whose keys and values another worker copied (all of its blocks), and how long the copying took.
-REQUEST_EXTRA_COLUMNS: dict[str, pa.DataType] = {"kv_transfer_bytes": _INT, "kv_transfer_s": _FLOAT}
+# kv_transfer_*: of a request whose keys and values another worker copied (all of its blocks), and how long that took.
+# priority: its class, 0 before 1.
+REQUEST_EXTRA_COLUMNS: dict[str, pa.DataType] = {
+    "kv_transfer_bytes": _INT,
+    "kv_transfer_s": _FLOAT,
+    "priority": _INT,
+}
 # t_s: the first samples lie shortly before 0, so that a counter is known where a window opens.
 TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
     "t_s": _FLOAT,
@@ -85,6 +92,7 @@ TELEMETRY_COLUMNS: dict[str, pa.DataType] = {
     "value": _FLOAT,
     "unit": _TEXT,
 }
+SLOTS = "slot_request_ids"
 REQUEST_SCHEMA = pa.schema({**REQUEST_COLUMNS, **REQUEST_EXTRA_COLUMNS})
 STEP_SCHEMA = pa.schema({**STEP_COLUMNS, **STEP_EXTRA_COLUMNS})
 TELEMETRY_SCHEMA = pa.schema(TELEMETRY_COLUMNS)
@@ -101,6 +109,7 @@ def empty_frame(schema: pa.Schema) -> pd.DataFrame:
 
 
 def to_frame(table: pa.Table) -> pd.DataFrame:
+    """Whole numbers that may be null are Int64, which keeps them whole."""
     loaded: pd.DataFrame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     return loaded
 
@@ -127,16 +136,18 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
         table = file.read_row_groups(range(file.num_row_groups), names, use_threads=False)
     for name in missing:
         table = table.append_column(name, pa.nulls(len(table), wanted.field(name).type))
-    if table.schema.equals(wanted):
-        return table
     try:
-        return table.select(wanted.names).cast(wanted)
+        table = table if table.schema.equals(wanted) else table.select(wanted.names).cast(wanted)
     except (pa.ArrowException, ValueError) as error:
         raise RecordError(f"{path}: wrong column type ({said(error)})") from error
+    if SLOTS in wanted.names and table[SLOTS].null_count:
+        raise RecordError(f"{path}: {SLOTS} is null somewhere: a step without slots has an empty list")
+    return table
 
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """RecordError, naming the file, for what is missing or no parquet, also while it is read."""
     try:
         with pq.ParquetFile(path) as file:
             yield file

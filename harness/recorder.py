@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from harness.kv_holds import KVHolds
 from harness.limits import StepCost
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, frame
 from impls.request import Request
 from impls.seams import DraftForward, Emission, StepResult, StepStats
-
-IntArray = npt.NDArray[np.int64]
 
 # What a step keeps of its StepStats as it is: scalars only, so that a long run stays small.
 _SCALARS = (
@@ -28,11 +25,10 @@ _SCALARS = (
     *("running", "waiting", "preempted", "kv_capacity_tokens", "kv_free_tokens", "kv_shared_tokens"),
     *("kv_allocation_unit", "num_logits_rows", "gathered_bytes"),
     *("swap_s", "swapped_out_bytes", "swapped_in_bytes", "swapped_out", "swap_kept_bytes", "copied_blocks"),
-    *("worker", "prefill_only"),
+    *("worker", "prefill_only", "replayed"),
 )
 _scalars_of = attrgetter(*_SCALARS)
 _emission_of = attrgetter("request_id", "token_ids", "time_s", "finish_reason")
-_hold_of = attrgetter("request_id", "reserved", "used", "finished")
 
 
 @dataclass(slots=True)
@@ -79,19 +75,14 @@ class Recorder:
         self._unscheduled: set[str] = set()
         self._scalars: list[tuple[Any, ...]] = []
         self._slots: list[list[str | None]] = []
-        # Flat over all steps; the `_num_` lists say how much of them each step has. Lists, not arrays: a list takes 32
-        # references over in a tenth of the time that an array needs to convert them.
+        # Flat over all steps, as `KVHolds` is; the `_num_` lists say how much of them each step has.
         self._num_live: list[int] = []
         self._num_drafting: list[int] = []
         self._num_lens: list[int] = []
         self._query_lens: list[int] = []
         self._kv_lens: list[int] = []
         self._draft_forwards: list[list[DraftForward]] = []
-        self._num_holds: list[int] = []
-        self._hold_ids: list[str] = []
-        self._hold_reserved: list[int] = []
-        self._hold_used: list[int] = []
-        self._hold_finished: list[bool] = []
+        self._kv_holds = KVHolds()
         self._drafts: list[tuple[str, tuple[int, int]]] = []
         # Flat over all emissions, with the step that each came with (-1: with no step of ours).
         self._emission_ids: list[str] = []
@@ -102,6 +93,7 @@ class Recorder:
     # --- while the run lasts ------------------------------------------------------------------------------------------
 
     def submitted(self, request: Request, time_s: float) -> None:
+        """The driver has handed it to the target. ValueError for an id that was there before."""
         if request.request_id in self._rows:
             raise ValueError(f"request {request.request_id!r} was submitted twice")
         self._rows[request.request_id] = _Row(len(self._rows), request, time_s)
@@ -112,6 +104,7 @@ class Recorder:
         self._end(request_id, time_s, "aborted", None, len(self._emission_ids) - 1)
 
     def step(self, result: StepResult) -> None:
+        """What one step of the target gave: its figures, if it is a step of ours, and the emissions."""
         stats = result.stats
         if stats is not None:
             self._add_step(stats)
@@ -138,13 +131,7 @@ class Recorder:
         self._query_lens += stats.query_lens
         self._kv_lens += stats.kv_lens
         self._draft_forwards.append(stats.draft_forwards)
-        self._num_holds.append(len(stats.kv_reservations))
-        if stats.kv_reservations:
-            ids, reserved, used, finished = zip(*map(_hold_of, stats.kv_reservations), strict=True)
-            self._hold_ids += ids
-            self._hold_reserved += reserved
-            self._hold_used += used
-            self._hold_finished += finished
+        self._kv_holds.add(stats.kv_reservations)
         if stats.drafted:
             self._drafts += stats.drafted.items()
 
@@ -206,6 +193,7 @@ class Recorder:
             "emission_tokens": [r.counts for r in rows],
             "kv_transfer_bytes": [r.transfer[0] for r in rows],
             "kv_transfer_s": [r.transfer[1] for r in rows],
+            "priority": [r.request.priority for r in rows],
         }
         return frame(columns, REQUEST_SCHEMA)
 
@@ -213,11 +201,16 @@ class Recorder:
         """One row a step. ``cost`` gives its FLOPs and bytes (null without); its StepStats has no ids and holds."""
         self._gather()
         columns: dict[str, Any] = {name: [row[i] for row in self._scalars] for i, name in enumerate(_SCALARS)}
-        columns |= self._kv_parts(columns)
+        columns |= self._kv_holds.parts(
+            columns,
+            written=lambda request_id: self._row(request_id).written_tokens,
+            prompt=lambda request_id: len(self._row(request_id).request.prompt_token_ids),
+        )
         columns["step"] = range(len(self._scalars))
         columns["slot_request_ids"] = self._slots
         columns["kept_rows"], columns["emitted_tokens"] = self._kept()
         columns["drafting_sequences"] = self._num_drafting
+        columns["replayed"] = [int(flag) for flag in columns["replayed"]]
         spans = [slice(a, b) for a, b in pairwise(np.cumsum([0, *self._num_lens]).tolist())]
         columns["query_rows"] = [sum(self._query_lens[span]) for span in spans]
         costs = [None if cost is None else cost(self._stats(step, span)) for step, span in enumerate(spans)]
@@ -277,33 +270,3 @@ class Recorder:
         query_lens, kv_lens = self._query_lens[span], self._kv_lens[span]
         drafting = self._draft_forwards[step]
         return StepStats(**scalars, query_lens=query_lens, kv_lens=kv_lens, draft_forwards=drafting)
-
-    def _kv_parts(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """Each reserved position is used, reserved-ahead or internal, now that every final length is known."""
-        n = len(self._scalars)
-        step = np.repeat(np.arange(n), np.array(self._num_holds, np.int64))
-        final = np.array([self._row(request_id).written_tokens for request_id in self._hold_ids], np.int64)
-        if any(columns["prefill_only"]):  # there nothing but the prompt is ever written
-            prompts = [len(self._row(request_id).request.prompt_token_ids) for request_id in self._hold_ids]
-            final = np.where(np.array(columns["prefill_only"], bool)[step], np.array(prompts, np.int64), final)
-        reserved, written = np.array(self._hold_reserved, np.int64), np.array(self._hold_used, np.int64)
-        live = 1 - np.array(self._hold_finished, np.int64)
-        used = live * written
-        ahead = live * np.maximum(0, np.minimum(reserved, final) - written)
-        known = [capacity > 0 for capacity in columns["kv_capacity_tokens"]]  # else a target that shows no cache: null
-
-        def total(part: IntArray, shared: Seq[int] | int = 0) -> list[int | None]:
-            sums = np.zeros(n, np.int64)
-            np.add.at(sums, step, part)
-            sums -= np.array(shared, np.int64)
-            return [int(value) if shown else None for value, shown in zip(sums, known, strict=True)]
-
-        free = zip(columns["kv_free_tokens"], columns["kv_allocation_unit"], columns["waiting"], known, strict=True)
-        unusable = [(tokens % unit if waiting else 0) if shown else None for tokens, unit, waiting, shown in free]
-        return {
-            "kv_capacity_tokens": [capacity or None for capacity in columns["kv_capacity_tokens"]],
-            "kv_used_tokens": total(used, columns["kv_shared_tokens"]),  # held by several, and all of it used
-            "kv_reserved_ahead_tokens": total(ahead),
-            "kv_internal_tokens": total(reserved - used - ahead),
-            "kv_unusable_tokens": unusable,
-        }

@@ -29,6 +29,7 @@ from harness.record_json import (
     said,
     write_json,
 )
+from harness.record_shape import RUN, check_plan, check_run
 from harness.record_tables import (
     FRAMES,
     REQUEST_COLUMNS,
@@ -58,27 +59,24 @@ __all__ = [
     "RecordError",
     "StudyRecord",
     "TrialRecord",
+    "check_place",
     "decode_numbers",
     "empty_frame",
     "encode",
     "frame",
     "read_json",
+    "read_plan",
     "read_run",
     "read_trial",
+    "rewrite_run",
     "validate_record",
     "write_json",
     "write_trial",
 ]
 
 STATUSES = ("ok", "failed", "aborted", "not_run")
-RUN_FIELDS = (
-    *("schema_version", "study", "arm", "trial", "status", "reasons", "config", "axes", "seed", "provenance", "window"),
-    *("metrics", "limits", "validity", "clock", "emulated"),
-)
-# Beyond the contract: missing or null where it was not measured. decode_costs: of `warm_up.WarmUp`. linear_stages: what
-# `linear_stages.linear_stage_times` gave. profile: of `telemetry.profiler.Profile`. quality: of
-# `quality.measure_quality`.
-RUN_EXTRA_FIELDS: dict[str, type] = {"decode_costs": list, "linear_stages": list, "profile": dict, "quality": dict}
+RUN_FIELDS = tuple(RUN)
+INFINITE = ("metrics", "limits", "window")  # in which "inf" is a number
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,7 @@ class TrialRecord:
 
     @cached_property
     def num_steps(self) -> int:
+        """Read off the file's footer: no table is read."""
         with open_parquet(self.path / "steps.parquet") as file:
             return int(file.metadata.num_rows)
 
@@ -131,28 +130,13 @@ class StudyRecord:
 
 def validate_record(run: Mapping[str, Any], where: str = "run.json") -> None:
     """RecordError for the first field that is missing or of the wrong kind."""
-    missing = [name for name in RUN_FIELDS if name not in run]
-    if missing:
-        raise RecordError(f"{where}: missing {', '.join(missing)}")
+    check_run({**run, **{name: decode_numbers(run[name]) for name in INFINITE if name in run}}, where)
     if run["schema_version"] != SCHEMA_VERSION:
         raise RecordError(f"{where}: schema_version {run['schema_version']!r}, expected {SCHEMA_VERSION}")
     if run["status"] not in STATUSES:
         raise RecordError(f"{where}: status {run['status']!r}, allowed: {', '.join(STATUSES)}")
     if run["clock"] not in ("real", "virtual"):
         raise RecordError(f"{where}: clock {run['clock']!r}, allowed: real, virtual")
-    kinds: dict[type, tuple[str, ...]] = {
-        str: ("study", "arm"),
-        int: ("trial",),
-        list: ("reasons", "validity"),
-        dict: ("config", "axes", "provenance", "window", "metrics", "limits"),
-    }
-    for kind, names in kinds.items():
-        for name in names:
-            if not isinstance(run[name], kind) or isinstance(run[name], bool):
-                raise RecordError(f"{where}: {name} is {type(run[name]).__name__}, expected {kind.__name__}")
-    for name, kind in RUN_EXTRA_FIELDS.items():
-        if not isinstance(run.get(name), kind | None):
-            raise RecordError(f"{where}: {name} is {type(run[name]).__name__}, expected {kind.__name__} or null")
 
 
 def write_trial(
@@ -161,10 +145,8 @@ def write_trial(
     requests: pd.DataFrame | None = None,
     steps: pd.DataFrame | None = None,
     telemetry: pd.DataFrame | None = None,
-    trace: bytes | None = None,
 ) -> None:
-    """Write a trial's folder under a temporary name beside it and rename it. A frame left out is an empty one, and
-    without a ``trace`` (Chrome's format, gzip) there is none.
+    """Write a trial's folder under a temporary name beside it and rename it. A frame left out is an empty one.
 
     What a killed run left half-written there is removed; an older record that is not ok is replaced. RecordError if an
     ok record lies there already, or if ``run`` or a frame does not follow the schema.
@@ -186,8 +168,6 @@ def write_trial(
             shutil.rmtree(temporary)
             raise RecordError(f"{directory / path.name}: does not follow the schema ({said(error)})") from error
         pq.write_table(table, path, compression="zstd")
-    if trace is not None:
-        (temporary / "trace.json.gz").write_bytes(trace)
     write_json(temporary / "run.json", record)
     if directory.exists():
         replaced = directory.with_name(f".{directory.name}.{os.getpid()}.old")
@@ -196,6 +176,19 @@ def write_trial(
         shutil.rmtree(replaced)
     else:
         temporary.rename(directory)
+
+
+def rewrite_run(directory: Path, run: Mapping[str, Any], trace: bytes | None = None) -> None:
+    """Put a recorded trial's run.json in place of what is there, in one piece, and its ``trace`` (Chrome's format,
+    gzip) beside it first. RecordError if ``run`` does not follow the schema.
+    """
+    record = encode({"schema_version": SCHEMA_VERSION, **run})
+    validate_record(record, str(directory / "run.json"))
+    if trace is not None:
+        temporary = directory / f".trace.json.gz.{os.getpid()}.tmp"
+        temporary.write_bytes(trace)
+        os.replace(temporary, directory / "trace.json.gz")
+    write_json(directory / "run.json", record)
 
 
 def _status(directory: Path) -> str | None:
@@ -219,25 +212,43 @@ def read_trial(directory: Path, tables: bool = True) -> TrialRecord:
     path = directory / "run.json"
     run = read_json(path)
     validate_record(run, str(path))
-    run |= {name: decode_numbers(run[name]) for name in ("metrics", "limits", "window")}
+    run |= {name: decode_numbers(run[name]) for name in INFINITE}
     if tables:
         for name, schema in FRAMES.items():
             check_table(directory / f"{name}.parquet", schema)
     return TrialRecord(directory, run)
 
 
+def read_plan(path: Path, resumed: bool = False) -> dict[str, Any]:
+    """RecordError, naming the file, unless it holds a plan as a report reads it, or as a study does that goes on."""
+    plan = read_json(path)
+    check_plan(plan, path, resumed)
+    return plan
+
+
+def check_place(trial: TrialRecord) -> None:
+    """RecordError for a record in the folder of another trial of a plan: that one would not run, and this one count."""
+    own = (str(trial.run["arm"]), str(trial.run["trial"]))
+    if own != trial.path.absolute().parts[-2:]:
+        raise RecordError(f"{trial.path / 'run.json'}: is the record of {'/'.join(own)}, which is not its folder")
+
+
 def read_run(run_dir: Path, tables: bool = True) -> StudyRecord:
     """The plan and every trial recorded so far. RecordError if the plan or any record that is there cannot be read;
     ``tables`` as in `read_trial`.
     """
-    plan = read_json(run_dir / "study.json")
-    if not isinstance(plan.get("arms"), dict):
-        raise RecordError(f"{run_dir / 'study.json'}: arms must be an object of arms by name")
+    plan = read_plan(run_dir / "study.json")
     trials = [
         read_trial(path.parent, tables)
         for path in sorted(run_dir.glob("*/*/run.json"))
         if not any(part.startswith(".") for part in path.relative_to(run_dir).parts)
     ]
+    places: dict[tuple[str, int], Path] = {}
+    for trial in trials:
+        own = (trial.run["arm"], trial.run["trial"])
+        if own in places:  # a copied folder: one of the two would be left out, or count twice
+            raise RecordError(f"{trial.path / 'run.json'}: is a record of {own[0]}/{own[1]}, as is {places[own]}")
+        places[own] = trial.path
     order = {arm: index for index, arm in enumerate(plan["arms"])}
     trials.sort(key=lambda trial: (order.get(trial.run["arm"], len(order)), trial.run["trial"]))
     return StudyRecord(run_dir, plan, trials)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from harness import records
 from harness.adaptive import METRIC, MIN_TRIALS, needs_more
 from harness.compose import parse
 from harness.errors import BadInput
 from harness.lock import held
 from harness.plan import NAME
-from harness.records import RecordError, decode_numbers, read_json, read_trial, write_json
+from harness.records import RecordError, check_place, decode_numbers, read_json, read_trial, write_json
 from harness.study import Plan, compose_study, plan_study, planned_configs
 from harness.texts import one_line
 
@@ -24,11 +25,6 @@ PLAN_FILE = "study.json"
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 KEPT = ("ok", "not_run")  # what a resumed study does not run again
-PLAN_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("study", "command", "baseline", "isolation"), str),
-    **{"overrides": list, "seed": int, "stall_s": int | float, "arms": dict, "order": list},
-}
-ARM_FIELDS: dict[str, Any] = {"overrides": list, "versus": str | None, "trials": int, "reasons": list, "config": dict}
 
 
 @contextmanager
@@ -82,26 +78,19 @@ def read_plan(run_dir: Path) -> Plan:
     """BadInput, naming the file, if it is not a plan: its arms are folders that a run replaces."""
     path = run_dir / PLAN_FILE
     try:
-        plan = read_json(path)
+        plan = records.read_plan(path, resumed=True)
     except RecordError as error:
         raise BadInput(str(error)) from error
-    _expect(plan, PLAN_FIELDS, f"{path}: ")
-    for name, arm in plan["arms"].items():
+    for name in plan["arms"]:
         if not NAME.fullmatch(name):
             raise BadInput(f"{path}: arms.{name}: is no arm's name")
-        _expect(arm, ARM_FIELDS, f"{path}: arms.{name}.")
-        _expect(arm["config"].get("kv_cache"), {"budget_bytes": int}, f"{path}: arms.{name}.config.kv_cache.")
-    for block in plan["order"]:
-        if not isinstance(block, list) or not all(isinstance(arm, str) and arm in plan["arms"] for arm in block):
-            raise BadInput(f"{path}: order: must be lists of the plan's arms")
+    references = {f"arms.{name}.versus": arm["versus"] for name, arm in plan["arms"].items()}
+    for where, reference in ({"baseline": plan["baseline"]} | references).items():
+        if reference is not None and reference not in plan["arms"]:
+            raise BadInput(f"{path}: {where}: {one_line(reference)} is none of the plan's arms")
+    if not all(arm in plan["arms"] for block in plan["order"] for arm in block):
+        raise BadInput(f"{path}: order: must be lists of the plan's arms")
     return plan
-
-
-def _expect(found: Any, fields: Mapping[str, Any], where: str) -> None:
-    for name, kind in fields.items():
-        value = found.get(name) if isinstance(found, dict) else None
-        if not isinstance(value, kind):
-            raise BadInput(f"{where}{name}: is {type(value).__name__}, must be {getattr(kind, '__name__', kind)}")
 
 
 def recorded_status(run_dir: Path, arm: str, trial: int) -> str | None:
@@ -177,7 +166,7 @@ def _check_records(run_dir: Path, plan: Plan) -> None:
         if not (folder / RUN_FILE).exists():
             continue
         try:
-            read_trial(folder)
+            check_place(read_trial(folder))
         except RecordError as error:
             raise BadInput(f"{error}; remove {folder} to measure it again") from error
 
@@ -234,8 +223,10 @@ def _new_folder(study: str) -> Path:
 
 
 def _link_latest(run_dir: Path) -> None:
+    """A convenience, which a run does without where the file system has no links (exFAT, some network shares)."""
     link = run_dir.parent / "latest"
     temporary = run_dir.parent / f".latest.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(run_dir.name, target_is_directory=True)
-    os.replace(temporary, link)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(run_dir.name, target_is_directory=True)
+        os.replace(temporary, link)

@@ -27,9 +27,10 @@ _HIGHER = frozenset(
     | {"acceptance_rate", "tokens_per_step", "prefix_hit_rate_observed", "mfu", "mbu", "top1_agreement"}
 )
 _LOWER = frozenset(
-    {"kv_waste", "peak_memory_bytes", "weights_bytes", "startup_s", "energy_j_per_output_token"}
+    {"kv_waste", "peak_memory_bytes", "weights_bytes", "startup_s", "ready_s", "energy_j_per_output_token"}
     | {"cost_per_million_output_tokens", "perplexity", "kl_vs_bf16", "kv_transfer_bytes", "kv_transfer_s"}
     | {"ttft_s", "itl_s", "inter_emission_s", "tpot_s", "e2e_s", "normalized_latency_s", "queueing_s"}
+    | {"ttft_urgent_s"}
 )
 
 
@@ -127,4 +128,4 @@ def ratio(
         return Ratio(None, None, None, 0, verdict(metric, None, None))
     bounds = interval(logs, ADAPTIVE_CONFIDENCE if adaptive else CONFIDENCE)
     low, high = (None, None) if bounds is None else (_exp(bounds[0]), _exp(bounds[1]))
-    return Ratio(math.exp(median(logs)), low, high, len(logs), verdict(metric, low, high))
+    return Ratio(_exp(median(logs)), low, high, len(logs), verdict(metric, low, high))

@@ -6,12 +6,13 @@ import datetime
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.adaptive import MIN_TRIALS
-from harness.compose import compose_arm, compose_config, parse
+from harness.compose import compose_arm, compose_config, hydra_session, parse
 from harness.errors import BadInput
-from harness.isolate import import_ahead
+from harness.fork_server import import_ahead
 from harness.plan import NAME, PlannedArm, Setting, block_order, find_baseline, plan_arms, read_arms, trial_seed
 from harness.records import SCHEMA_VERSION, encode
 from harness.texts import one_line
@@ -33,6 +34,7 @@ class Composed:
         return self.whole, [(arm.name, arm.versus, arm.trials) for arm in self.arms], self.configs, self.baseline
 
 
+@hydra_session()  # one for all arms: each file of conf/ is parsed once
 def compose_study(overrides: Sequence[str]) -> Composed:
     """Every arm of a command. BadInput for the first mistake."""
     base: list[Setting] = []
@@ -54,6 +56,8 @@ def compose_study(overrides: Sequence[str]) -> Composed:
             given_arms.append(override.value())
         elif override.is_discrete_sweep():
             swept.append([Setting(key, str(value)) for value in override.sweep_string_iterator()])
+            if not swept[-1]:
+                raise BadInput(f"{override.input_line}: sweeps over nothing; allowed: {key}=a,b or range()")
         elif override.is_sweep_override():
             raise BadInput(f"{override.input_line}: an interval has no end of values; allowed: {key}=a,b or range()")
         else:
@@ -71,7 +75,7 @@ def compose_study(overrides: Sequence[str]) -> Composed:
     arms = plan_arms(base, swept, specs, most_trials(whole["study"]))
     configs = {arm.name: _compose_planned(arm) for arm in arms}
     for arm, config in configs.items():
-        _check_waits(arm, config["batching"].get("timeout_s"), whole["study"]["stall_s"])
+        _check_waits(arm, config, whole["study"]["stall_s"])
     return Composed(whole, arms, configs, find_baseline(whole["study"]["baseline"], arms, specs))
 
 
@@ -170,12 +174,21 @@ def validate(config: Mapping[str, Any]) -> list[str]:
 
 
 def fingerprints(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of the model files: a resumed study must find them unchanged."""
+    """Of the files that an arm reads, models and trace: a resumed study must find them unchanged.
+
+    BadInput for a trace that is gone.
+    """
     from harness.arm import model_fingerprints
+    from workloads.trace import trace_fingerprint
 
-    return model_fingerprints(config)
+    found, path = model_fingerprints(config), config["workload"].get("path")
+    try:
+        return found | ({"trace": trace_fingerprint(Path(str(path)).expanduser())} if path else {})
+    except ValueError as error:
+        raise BadInput(one_line(str(error))) from error
 
 
+@hydra_session()
 def planned_configs(plan: Plan) -> dict[str, dict[str, Any]]:
     """The arms' configurations composed anew: a recorded config is never instantiated, only compared.
 
@@ -190,19 +203,26 @@ def planned_configs(plan: Plan) -> dict[str, dict[str, Any]]:
         arm = plan["arms"][name]
         difference = _first_difference(arm["config"], encode(config))
         if not difference and "fingerprints" in arm:
-            difference = _first_difference(arm["fingerprints"], fingerprints(config), "fingerprint of the")
+            now = fingerprints(config)
+            known = {role: now.get(role) for role in arm["fingerprints"]}  # an older plan tells of fewer
+            difference = _first_difference(arm["fingerprints"], known, "fingerprint of the")
         if difference:
             raise BadInput(f"arm {name} is no longer what study.json records: {difference}; start a new run")
     return configs
 
 
-def _check_waits(arm: str, timeout_s: float | None, stall_s: float) -> None:
-    """A batch that waits for company runs no step, and then a long one: half of what would be a hang at most."""
-    if timeout_s is not None and timeout_s > stall_s / 2:
-        raise BadInput(
-            f"arm {arm}: batching.timeout_s={timeout_s}: must be at most half of study.stall_s={stall_s}, the seconds "
-            f"without a step that are a hang; nearest: {stall_s / 2:g}"
-        )
+def _check_waits(arm: str, config: Mapping[str, Any], stall_s: float) -> None:
+    """A batch that waits for company runs no step, and then a long one: half of what would be a hang at most. So it is
+    with a worker that waits for another."""
+    waits = {"batching.timeout_s": config["batching"].get("timeout_s")}
+    if config["topology"].get("transfer") == "distributed":
+        waits["topology.transfer_timeout_s"] = config["topology"]["transfer_timeout_s"]
+    for option, timeout_s in waits.items():
+        if isinstance(timeout_s, int | float) and timeout_s > stall_s / 2:
+            raise BadInput(
+                f"arm {arm}: {option}={timeout_s}: must be at most half of study.stall_s={stall_s}, the seconds "
+                f"without a step that are a hang; nearest: {stall_s / 2:g}"
+            )
 
 
 def _compose_planned(arm: PlannedArm) -> dict[str, Any]:

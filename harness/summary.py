@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +18,10 @@ from harness.texts import number, percent, times
 Values = dict[str, dict[int, float | None]]
 # An arm shows the first of these that any of its trials has.
 STATUS_ORDER = ("failed", "aborted", "ok", "not_run")
+RATE = "output_tokens_per_s"  # whose ratios the table has
 TABLE_COLUMNS = (
-    *("arm", "output tok/s", "vs baseline", "vs previous", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots", "KV waste"),
-    *("acceptance", "peak memory"),
+    *("arm", "output tok/s", "vs baseline", "vs previous", "n", "TTFT p50/p99 s", "ITL p50/p99 ms", "slots"),
+    *("KV waste", "acceptance", "peak memory"),
 )
 PREFIX_COLUMNS = ("prefix hits / ceiling / planned", "KV cache")  # where some arm found a prefix
 
@@ -35,7 +37,9 @@ def summarize(run_dir: Path, study: StudyRecord | None = None) -> dict[str, Any]
 
 
 def summary_of(study: StudyRecord) -> dict[str, Any]:
-    """{baseline, arms: {<arm>: {status, reasons, metrics, ratios, versus, step_ratios}}}, arms in the plan's order."""
+    """{baseline, arms: {<arm>: {status, reasons, warnings, metrics, ratios, versus, step_ratios}}}, arms in the plan's
+    order. warnings: what to know of an arm's pairs -> the trials that it is true of.
+    """
     arms: Mapping[str, Any] = study.plan["arms"]
     baseline = study.plan.get("baseline") or next(iter(arms), None)
     adaptive = is_adaptive(study.plan)
@@ -52,6 +56,11 @@ def summary_of(study: StudyRecord) -> dict[str, Any]:
         summary[arm] = {
             "status": _status(trials[arm]),
             "reasons": _reasons(trials[arm]),
+            "warnings": {
+                text: numbers
+                for reference in (baseline, versus)
+                for text, numbers in _other_code(trials[arm], trials.get(reference or "", [])).items()
+            },
             "metrics": _medians(values[arm]),
             "ratios": ratios(arm, baseline or ""),
             "versus": versus,
@@ -85,22 +94,83 @@ def incomparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
     """Why two trials' run.json give no ratio: another machine, model, traffic or clock, or an emulated speed.
 
     Two models are the same if their fingerprints are, wherever they were read from; a record without one is compared
-    by its option, in which the length limit is the arm's and not the model's.
+    by its option, in which the length limit is the arm's and not the model's. So it is with `traffic_content`.
     """
     here, there = _conditions(ours), _conditions(theirs)
     if None in (here["fingerprint"], there["fingerprint"]):
         del here["fingerprint"], there["fingerprint"]
     else:
         here["model"], there["model"] = here.pop("fingerprint"), there.pop("fingerprint")
+    told = here["content"].keys() & there["content"].keys()
+    for side in (here, there):
+        content = side.pop("content")
+        side["traffic"] = (side["traffic"], {name: content[name] for name in told})
     reasons = [f"{name} differs" for name, value in here.items() if value != there[name]]
     return reasons + [f"emulated: {run['emulated']}" for run in (ours, theirs) if run["emulated"]]
 
 
+def machines(run: Mapping[str, Any]) -> list[Any]:
+    """The hardware of a trial: its own host's, then that of each worker on another, whatever their names."""
+    provenance = run["provenance"]
+    others = [worker.get("hardware") for worker in (provenance.get("workers") or {}).values()]
+    return [provenance.get("hardware"), *sorted(others, key=lambda hardware: json.dumps(hardware, sort_keys=True))]
+
+
+def traffic_content(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the requests beside config and seed, as far as the record tells it: the trace's bytes, the text that
+    prompts are made of (it comes with Python) and the length to which an arm has clipped them.
+    """
+    workload = run["provenance"].get("workload") or {}
+    told = {**(workload.get("text") or {}), **workload}
+    return {name: told[name] for name in ("file_sha256", "corpus_sha256", "clipped_to") if name in told}
+
+
+def no_pair(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Why two arms' trials of one number give no ratio in their study: as `incomparable`, or another torch, of which
+    only two whole runs are compared. A study that is resumed after an upgrade has both halves of such a pair.
+    """
+    torch = [(run["provenance"].get("versions") or {}).get("torch") for run in (ours, theirs)]
+    return incomparable(ours, theirs) + ([] if torch[0] == torch[1] else [f"torch differs: {torch[0]}, {torch[1]}"])
+
+
 def comparable(ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]) -> bool:
     """Whether two arms have ratios at all: every pair of ok trials of one number ran under the same conditions."""
+    return not any(no_pair(a, b) for a, b in _pairs(ours, theirs))
+
+
+def _pairs(
+    ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """run.json of the ok trials of one number."""
     other = {trial.run["trial"]: trial.run for trial in theirs if trial.run["status"] == "ok"}
-    pairs = [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
-    return not any(incomparable(a, b) for a, b in pairs)
+    return [(t.run, other[t.run["trial"]]) for t in ours if t.run["status"] == "ok" and t.run["trial"] in other]
+
+
+def _other_code(ours: Iterable[TrialRecord], theirs: Iterable[TrialRecord]) -> dict[str, list[int]]:
+    """Of a study that was resumed after a commit or an edit: which pairs were measured half before, half after it.
+
+    A warning and no more, for most commits change no figure, and which do, nobody can tell from here.
+    """
+    found: dict[str, list[int]] = {}
+    for run, other in _pairs(ours, theirs):
+        here, there = _code(run), _code(other)
+        if here != there:
+            text = f"measured with different code: {here} here, {there} in {other['arm']}"
+            found.setdefault(text, []).append(run["trial"])
+    return found
+
+
+def _code(run: Mapping[str, Any]) -> str:
+    git = run["provenance"].get("git") or {}
+    commit = str(git["commit"])[:10] if git.get("commit") else "no commit"
+    return f"{commit} with uncommitted changes" if git.get("dirty") else commit
+
+
+def _in_use(options: Any) -> Any:
+    """Without those that are off (null, an empty list): a record from before an option was there has not got it."""
+    if not isinstance(options, Mapping):
+        return options
+    return {name: _in_use(value) for name, value in options.items() if value is not None and value != []}
 
 
 def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,10 +178,11 @@ def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, Mapping):
         model = {key: value for key, value in model.items() if key != "max_model_len"}
     return {
-        "machine": run["provenance"].get("hardware"),
+        "machine": machines(run),
         "model": model,
         "fingerprint": (run["provenance"].get("model") or {}).get("fingerprint"),
-        "traffic": (run["config"].get("workload"), run["seed"]),
+        "traffic": (_in_use(run["config"].get("workload")), run["seed"]),
+        "content": traffic_content(run),
         "clock": run["clock"],
     }
 
@@ -173,9 +244,10 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
             shown = [f"{entry['status']}: {'; '.join(entry['reasons'])}", *[""] * (len(columns) - 2)]
         else:
             shown = [
-                number(metrics.get("output_tokens_per_s"), 1),
+                number(metrics.get(RATE), 1),
                 "baseline" if arm == summary["baseline"] else _ratio_text(entry["ratios"]),
                 "" if entry["step_ratios"] is None else f"{_ratio_text(entry['step_ratios'])} vs {entry['versus']}",
+                _pairs_text(entry["ratios"], entry["step_ratios"] or entry["ratios"]),
                 _pair(metrics, "ttft_s", 1, 2),
                 _pair(metrics, "itl_s", 1000, 1),
                 percent(metrics.get("slot_utilization")),
@@ -208,8 +280,13 @@ def _pair(metrics: Mapping[str, float | None], name: str, scale: int, digits: in
 
 def _ratio_text(ratios: Mapping[str, Mapping[str, Any]]) -> str:
     """`1.84x [1.71, 1.98]`; without a median why there is none, and `-` where that is for want of a pair."""
-    entry = ratios.get("output_tokens_per_s")
+    entry = ratios.get(RATE)
     if entry is None:
         return "-"
     why_none = "not comparable" if entry["verdict"] == "not comparable" else "-"
     return times(entry["median"], entry["low"], entry["high"], why_none)
+
+
+def _pairs_text(*ratios: Mapping[str, Mapping[str, Any]]) -> str:
+    """Trials behind each ratio (of the baseline: that it has), once where they are as many."""
+    return " / ".join(dict.fromkeys(str(found.get(RATE, {"n": 0})["n"]) for found in ratios))

@@ -10,12 +10,14 @@ def one_line(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 2, scale: float = 1.0, missing: str = "-") -> str:
+    """``missing`` for None and NaN."""
     if value is None or math.isnan(value):
         return missing
     return ("inf" if value > 0 else "-inf") if math.isinf(value) else f"{value * scale:,.{digits}f}"
 
 
 def percent(value: float | None, digits: int = 1, missing: str = "-") -> str:
+    """Of a share: 0.5 is `50.0 %`."""
     shown = number(value, digits, 100, missing)
     return shown if shown in (missing, "inf", "-inf") else f"{shown} %"
 

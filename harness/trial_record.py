@@ -10,13 +10,14 @@ import pandas as pd
 import psutil
 
 from harness.equivalence import inexact
+from harness.latencies import request_latencies
 from harness.limits import Peaks
-from harness.metrics import compute_metrics, request_latencies
+from harness.metrics import compute_metrics
 from harness.observe import Examined, Observed
 from harness.quality import quality_metrics
 from harness.system.base import SystemUnderTest
 from harness.texts import one_line
-from harness.validity import busy_host
+from harness.validity import NOT_EXAMINED, busy_host
 from harness.warm_up import WarmUp
 from workloads.stream import RequestStream
 
@@ -28,11 +29,13 @@ def record_of(
     warmed: WarmUp,
     roof: Peaks,
     seen: Observed,
-    after: Examined,
     *,
     isolated: bool,
 ) -> dict[str, Any]:
-    """run.json, but for what names the trial. ``described``: its provenance, with the host's load before and after."""
+    """run.json as it is when the window is over, but for what names the trial: `NOT_EXAMINED` yet.
+
+    ``described``: its provenance, with the host's load before and after.
+    """
     config = system.config
     window, metrics, warnings = compute_metrics(
         seen.requests,
@@ -40,7 +43,8 @@ def record_of(
         seen.telemetry,
         window_rule=stream.window_rule,
         warmup_s=stream.warmup_s,
-        last_arrival_s=stream.last_arrival_s,
+        # An open loop knows its arrivals to the end from the start: who stops it ends the window there.
+        last_arrival_s=stream.last_arrival_s if seen.completed else min(stream.last_arrival_s, seen.ended_s),
         max_num_seqs=system.max_num_seqs,
         kv_layout=str(config["kv_cache"]["name"]),
         slo={key: limit for key, limit in config["slo"].items() if key != "name"},
@@ -48,13 +52,14 @@ def record_of(
         extras={
             "weights_bytes": system.weights_bytes,
             "peak_memory_bytes": seen.peak_memory_bytes if isolated or config["device"]["name"] == "cuda" else None,
+            "checkpoint_bytes": system.source.checkpoint_bytes,
             "startup_s": warmed.startup_s if isolated else None,
+            "ready_s": warmed.ready_s if isolated else None,
             "peaks": roof,
             "speculation": system.speculation,
             "decode_costs": warmed.decode_costs,
             "ignore_eos": bool(config["workload"].get("sampling", {}).get("ignore_eos")),
             **transfers(seen.requests),
-            **quality_metrics(after.quality),
         },
     )
     stopped = ("aborted", ["stopped by the user"])
@@ -77,11 +82,23 @@ def record_of(
         + not_exact(config)
         + busy_host(described["host_before"]["cpu_percent"], seen.telemetry, window, psutil.cpu_count() or 1)
         + system.notes(seen.requests, seen.steps)
-        + after.trouble
-        + ([f"telemetry ended early: {one_line(seen.telemetry_error)}"] if seen.telemetry_error else []),
+        + ([f"telemetry ended early: {one_line(seen.telemetry_error)}"] if seen.telemetry_error else [])
+        + [NOT_EXAMINED],
         "clock": "real",
         "emulated": list(system.emulated),
         "decode_costs": warmed.decode_costs,
+        "linear_stages": None,
+        "quality": None,
+        "profile": None,
+    }
+
+
+def examined(run: Mapping[str, Any], after: Examined) -> dict[str, Any]:
+    """The record with what its system showed after the window."""
+    return {
+        **run,
+        "metrics": {**run["metrics"], **quality_metrics(after.quality)},
+        "validity": [text for text in run["validity"] if text != NOT_EXAMINED] + after.trouble,
         "linear_stages": after.linear_stages,
         "quality": after.quality,
         "profile": after.profile.summary,

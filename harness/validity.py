@@ -32,6 +32,8 @@ THROTTLE_REASONS = {
     0x080: "hardware power brake",
     0x100: "display clock setting",
 }
+# Of a trial that is recorded as soon as its window is over, until what follows it is.
+NOT_EXAMINED = "not examined: its process ended after the window, before its linear layers, quality and profile"
 NO_THROTTLING = 0x001 | 0x002  # idle; clocks that somebody has set
 
 Floats = npt.NDArray[np.float64]

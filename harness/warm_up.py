@@ -17,7 +17,7 @@ from harness.decode_costs import Record, decode_costs, known_costs
 from harness.steps import Tick, run_steps, run_to_end
 from impls.engine import Engine
 from impls.request import Request
-from impls.seams import ForeignTarget, Topology
+from impls.seams import ForeignTarget, StepLimits, Topology
 from workloads.stream import RequestStream
 
 PROMPT_TOKENS = 12
@@ -26,14 +26,20 @@ OUTPUT_TOKENS = 4
 
 @dataclass(frozen=True)
 class WarmUp:
-    """``startup_s``: from the start of this process to the end of its first step.
+    """``startup_s``: from the start of this process to the end of its first step; ``ready_s``: to that of the warm-up,
+    and so with every shape that is compiled or captured.
 
     ``decode_costs``: None without drafts, else as `decode_costs` gives them: what verification costs does not depend on
     whether the drafts are any good.
     """
 
     startup_s: float
+    ready_s: float
     decode_costs: list[Record] | None
+
+    def less(self, seconds: float) -> WarmUp:
+        """Without so many seconds of another's work before the first step."""
+        return replace(self, startup_s=self.startup_s - seconds, ready_s=self.ready_s - seconds)
 
 
 def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
@@ -44,11 +50,12 @@ def warm_up(engine: Engine, stream: RequestStream, tick: Tick = lambda: None) ->
         raise RuntimeError("the warm-up ran no step: its requests were all rejected")
     startup_s = process_age_s()
     collections.deque(steps, maxlen=0)
-    engine.executor.warm_up(engine.scheduler.max_num_seqs)
+    _warm_up_shapes(engine)
     collections.deque(run_steps(engine, requests, tick), maxlen=0)
+    ready_s = process_age_s()
     costs = _calibrate(engine, requests, tick)
     engine.kv.reset_prefixes()  # a trial starts cold
-    return WarmUp(startup_s, costs)
+    return WarmUp(startup_s, ready_s, costs)
 
 
 def warm_up_foreign(
@@ -62,7 +69,7 @@ def warm_up_foreign(
     startup_s = process_age_s()
     collections.deque(results, maxlen=0)
     collections.deque(run_to_end(target, requests, tick), maxlen=0)
-    return WarmUp(startup_s, None)
+    return WarmUp(startup_s, process_age_s(), None)
 
 
 def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda: None) -> WarmUp:
@@ -78,9 +85,10 @@ def warm_up_workers(target: Topology, stream: RequestStream, tick: Tick = lambda
     collections.deque(results, maxlen=0)
     target.call(_warm_up_shapes)
     collections.deque(run_to_end(target, requests, tick), maxlen=0)
+    ready_s = process_age_s()
     costs = target.call(partial(_calibrate, requests=requests))
     target.call(_forget_prefixes)
-    return WarmUp(startup_s, costs[-1])
+    return WarmUp(startup_s, ready_s, costs[-1]).less(target.waited_s)
 
 
 def _limits(engine: Engine) -> tuple[int, int]:
@@ -88,7 +96,12 @@ def _limits(engine: Engine) -> tuple[int, int]:
 
 
 def _warm_up_shapes(engine: Engine) -> None:
-    engine.executor.warm_up(engine.scheduler.max_num_seqs)
+    scheduler, proposer = engine.scheduler, engine.proposer
+    drafts = proposer.num_draft_tokens if proposer is not None and engine.decoder.uses_proposer else 0
+    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, engine.max_model_len, drafts)
+    engine.executor.warm_up(limits)
+    if engine.draft_executor is not None:  # after a full acceptance it is fed two tokens of a sequence
+        engine.draft_executor.warm_up(replace(limits, num_draft_tokens=1))
 
 
 def _calibrate(engine: Engine, requests: Seq[Request], tick: Tick = lambda: None) -> list[Record] | None:
@@ -110,7 +123,10 @@ def _requests(stream: RequestStream, count: int, max_model_len: int) -> list[Req
     output = max(1, min(OUTPUT_TOKENS, max_model_len // 4))
     prompt = max(1, min(PROMPT_TOKENS, max_model_len - output))
     found = stream.warmup_requests(count, prompt_tokens=prompt, max_tokens=output)
-    return [replace(request, sampling=replace(request.sampling, ignore_eos=True, n=1)) for request in found]
+    return [
+        replace(request, sampling=replace(request.sampling, ignore_eos=True, stop_token_ids=(), n=1))
+        for request in found
+    ]
 
 
 def process_age_s() -> float:

@@ -21,7 +21,6 @@ from impls.topology.held_blocks import holding
 
 AXES = ("batching", "kv_cache", "prefix", "decoding", "proposer", "precision", "attention", "execution")
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-EAGER = {"name": "eager", "_target_": "impls.execution.eager.EagerExecutor"}
 ALLOWED_PREFIXES = ("impls.", "workloads.", "harness.")
 
 
@@ -40,6 +39,7 @@ def construct(config: Mapping[str, Any], **runtime: Any) -> Any:
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Its constructor's keyword arguments."""
     return {key: value for key, value in config.items() if key not in ("name", "_target_")}
 
 
@@ -52,6 +52,7 @@ def describe_arm(config: Mapping[str, Any], source: ModelSource) -> Arm:
         device=str(config["device"]["name"]),
         kv_budget_bytes=int(config["kv_cache"]["budget_bytes"]),
         element_bytes=KV_DTYPES[kv_dtype_name(config)].itemsize,
+        stored_types=source.stored_types,
     )
 
 
@@ -80,6 +81,7 @@ def uses_proposer(axes: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def max_model_len(config: Mapping[str, Any], source: ModelSource) -> int:
+    """As configured; the model's own where it is not."""
     return int(config["model"].get("max_model_len") or source.shape.max_position)
 
 
@@ -119,9 +121,11 @@ def build_target(config: Mapping[str, Any], source: ModelSource, clock: Clock) -
     length, device = max_model_len(config, source), torch.device(str(config["device"]["name"]))
     dtype = construct(config["precision"], device=device).activation_dtype  # what our own layers compute in here
     cache = {key: value for key, value in config["kv_cache"].items() if key != "budget"}
+    foreign = construct(config["target"])
+    cache |= foreign.cache_options(config)
     kv_bytes = source.shape.kv_bytes_per_token(dtype.itemsize)
     kv = construct(cache, bytes_per_token=kv_bytes, max_model_len=length)
-    target: ForeignTarget = locate(config["target"]).build(
+    target: ForeignTarget = foreign.build(
         source=source,
         axes=config,
         scheduler=construct(config["batching"], kv=kv, max_model_len=length),
@@ -145,6 +149,10 @@ class WorkerBuilder:
 
     def storage(self, config: Mapping[str, Any], memory: Tensor) -> KVStorage:
         return KVStorage(*self._storage_shape(config), memory.device, memory)
+
+    def fingerprint(self, config: Mapping[str, Any]) -> str:
+        models = [config["model"], *([config["draft"]["model"]] if "draft" in config else [])]
+        return " and ".join(open_model(model).fingerprint for model in models)
 
     def engine(self, config: Mapping[str, Any], clock: Clock, memory: Tensor | None) -> Engine:
         return build_engine(config, open_model(config["model"]), clock, memory)
@@ -194,9 +202,7 @@ def build_engine(
     kv = build_cache(config, source, holds=memory is not None)
     storages: list[KVStorage] = []
 
-    def executor_for(
-        model_source: ModelSource, precision: Mapping[str, Any], execution: Mapping[str, Any]
-    ) -> tuple[Any, int]:
+    def executor_for(model_source: ModelSource, precision: Mapping[str, Any]) -> tuple[Any, int]:
         s, method = model_source.shape, construct(precision, device=device)
         tokens = method.calibration_tokens
         texts = calibration_texts(model_source.tokenizer, s.vocab_size, tokens) if tokens else ()
@@ -207,13 +213,14 @@ def build_engine(
         storage.make_resident()
         storages.append(storage)
         attention = construct(config["attention"], shape=s, device=device)
-        runner = construct(execution, model=model, attention=attention, storage=storage, device=device, clock=clock)
+        launch = config["execution"]
+        runner = construct(launch, model=model, attention=attention, storage=storage, device=device, clock=clock)
         return runner, model.weights_bytes
 
-    executor, weights_bytes = executor_for(source, config["precision"], config["execution"])
+    executor, weights_bytes = executor_for(source, config["precision"])
     draft_executor = None
     if draft_source is not None:
-        draft_executor, draft_bytes = executor_for(draft_source, config["draft"]["precision"], EAGER)
+        draft_executor, draft_bytes = executor_for(draft_source, config["draft"]["precision"])
         weights_bytes += draft_bytes
 
     def layer_of(num_kv_heads: int, head_dim: int, own: torch.dtype | None) -> KVStorage:
@@ -246,5 +253,5 @@ def build_engine(
         eos_token_ids=source.eos_token_ids,
         max_model_len=length,
         weights_bytes=weights_bytes,
-        swap=HostSwap(storages, device),
+        swap=HostSwap(storages, device, waits=not executor.overlap),
     )

@@ -38,11 +38,9 @@ class Drafting(ModelRunner):
         executor: Executor,
         draft_executor: Executor | None,
         device: torch.device,
-        max_model_len: int,
     ) -> None:
         self._scheduler, self._kv, self._decoder, self._device = scheduler, kv, decoder, device
         self._executors = {"target": executor, "draft": draft_executor}
-        self._max_model_len = max_model_len
         self._forwards: list[DraftForward] = []
         self.kept: dict[str, DraftTokens] = {}
 
@@ -54,7 +52,7 @@ class Drafting(ModelRunner):
         running = {sequence.seq_id: sequence for sequence in self._scheduler.running}
         for seq_id, sequence in running.items():
             if not sequence.finished and sequence.num_computed_tokens == sequence.num_tokens - 1:
-                room = min(sequence.max_total_tokens, self._max_model_len) - sequence.num_tokens - 1
+                room = sequence.max_total_tokens - sequence.num_tokens - 1
                 most[seq_id] = max(0, min(proposer.num_draft_tokens, room))
         wanted: dict[str, int] = {}
         sequences: list[Sequence] = []

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
 
 from impls.drafting import Drafting
 from impls.in_flight import InFlight, prepare
@@ -19,7 +18,6 @@ from impls.seams import (
     Executor,
     Fetch,
     KVCacheManager,
-    NonFiniteLogitsError,
     Proposer,
     ScheduledStep,
     Scheduler,
@@ -27,10 +25,7 @@ from impls.seams import (
     StepStats,
     SwapSpace,
 )
-from impls.step_queue import PLACEHOLDER, Launched, StepQueue
-
-# Sequences, the new tokens of each, and those whose logits are not finite: they fail, the others go on.
-Decoded = tuple[list[Sequence], list[list[int]], list[Sequence]]
+from impls.step_runner import Decoded, StepRunner
 
 
 class Engine:
@@ -74,17 +69,16 @@ class Engine:
         self.before_finish: Callable[[Sequence], None] = lambda sequence: None  # it has ended and holds its blocks yet
         self._sequences: dict[str, Sequence] = {}
         self._held_back: list[Emission] = []
-        self._drafting = Drafting(
+        self.drafting = Drafting(
             scheduler=scheduler,
             kv=kv,
             decoder=decoder,
             executor=executor,
             draft_executor=draft_executor,
             device=device,
-            max_model_len=max_model_len,
         )
-        self._queue = StepQueue(executor, decoder.sample, clock, device) if executor.overlap else None
-        self.depth = 1 if self._queue is None else 2
+        self.runner = StepRunner(executor, decoder, self.drafting.kept, clock, device)
+        self.depth = 2 if executor.overlap else 1
         self._in_flight: deque[InFlight] = deque()
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
@@ -111,19 +105,19 @@ class Engine:
         return bool(self._sequences) or bool(self._held_back) or bool(self._in_flight)
 
     def abort(self, request_id: str) -> None:
-        if self._sequences.pop(request_id, None) is not None:
+        if (sequence := self._sequences.pop(request_id, None)) is not None:
+            sequence.finish_reason = "aborted"
             self.scheduler.abort(request_id)
             self._forget(request_id)
             for flight in self._in_flight:
                 flight.lose(request_id)
-            self._held_back = [emission for emission in self._held_back if emission.request_id != request_id]
+        self._held_back = [emission for emission in self._held_back if emission.request_id != request_id]
 
     def close(self) -> None:
         for request_id in list(self._sequences):
             self.abort(request_id)
         self._in_flight.clear()
-        if self._queue is not None:
-            self._queue.close()
+        self.runner.close()
 
     @torch.inference_mode()
     def step(self, until: float) -> StepResult:
@@ -148,8 +142,10 @@ class Engine:
         for seq_id in step.preempted:
             for flight in self._in_flight:
                 flight.lose(seq_id)
-            if seq_id in step.swapped_out:  # its keys and values will be as they were: what a proposer knows stays true
-                self._drafting.kept.pop(seq_id, None)
+            if seq_id in step.swapped_out:  # what it has computed comes back, and nothing that was written past that
+                self.drafting.kept.pop(seq_id, None)
+                if self.proposer is not None:
+                    self.proposer.truncate(seq_id, self._sequences[seq_id].num_computed_tokens)
             else:
                 self._forget(seq_id)
         if step.is_empty:
@@ -160,26 +156,23 @@ class Engine:
         if step.swapped_out or step.swapped_in or step.copied_blocks:
             self._swap(step, stats)
             mark = self._lap(stats, "swap_s", mark)
-        flight = self._prepare(step, stats)
-        if self._queue is not None and self.depth > 1:
-            flight.launched = self._run_behind(flight, self._queue)
+        flight = prepare(step, stats, self._sequences, self.scheduler, self.kv, self.swap, self.device)
+        if self.depth > 1:
+            self.runner.launch(flight, self._in_flight[-1] if self._in_flight else None)
         flight.ready_s = self._lap(stats, "prepare_s", mark)
         self._in_flight.append(flight)
         return True
 
     def _resolve(self, flight: InFlight, emissions: list[Emission]) -> StepResult:
         """What a step yields: run it, or wait until it has run."""
-        stats, hidden = flight.stats, None
-        if flight.launched is None:
-            decoded, hidden = self._run(flight)
-        else:
-            decoded = self._wait(flight, flight.launched)
+        stats = flight.stats
+        decoded, hidden = self.runner.result(flight)
         mark = self.clock.now()
         emissions += self._commit(flight, decoded, mark)
         mark = self._lap(stats, "commit_s", mark)
         if self.proposer is not None and self.decoder.uses_proposer:
             self.proposer.observe(flight.batch, hidden)
-            self._propose(self.proposer, stats)
+            stats.draft_forwards = self.drafting.propose(self.proposer)
             mark = self._lap(stats, "propose_s", mark)
         stats.end_s = mark
         for launched in self._in_flight:
@@ -213,8 +206,7 @@ class Engine:
 
     def _swap(self, step: ScheduledStep, stats: StepStats) -> None:
         """All out before any in: a block may pass from one sequence to another within a step."""
-        if self._queue is not None:
-            self._queue.settle()
+        self.runner.settle()
         stats.swapped_out = len(step.swapped_out)
         for seq_id, blocks in step.swapped_out.items():
             stats.swapped_out_bytes += self.swap.swap_out(seq_id, blocks)
@@ -223,80 +215,18 @@ class Engine:
         self.swap.copy(tuple(step.copied_blocks.values()))
         stats.copied_blocks = len(step.copied_blocks)
 
-    def _prepare(self, step: ScheduledStep, stats: StepStats) -> InFlight:
-        return prepare(step, stats, self._sequences, self.scheduler, self.kv, self.swap, self.device)
-
-    def _run(self, flight: InFlight) -> tuple[Decoded, Tensor]:
-        """Run it here and now: what it yields, and its hidden states."""
-        stats = flight.stats
-        logits, hidden = self.executor.execute(flight.batch)
-        stats.gathered_bytes = self.executor.attention.gathered_bytes(flight.batch)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the decoder waits for the logits in any case; this splits the time
-        mark = self._lap(stats, "forward_s", flight.ready_s)
-        stats.attention_s = self.executor.attention_s
-        decoded = self._decode(flight.decoding, logits)
-        self._lap(stats, "sample_s", mark)
-        return decoded, hidden
-
-    def _decode(self, decoding: list[Sequence], logits: Tensor) -> Decoded:
-        if not decoding:  # a step that computed no more than parts of prompts
-            return [], [], []
-        drafts = self._drafting.kept
-        counts = [len(sequence.draft_token_ids) + 1 for sequence in decoding]
-        rows = logits[: sum(counts)]  # what lies behind them belongs to dead rows
-        try:
-            return decoding, self.decoder.decode(decoding, rows, drafts), []
-        except NonFiniteLogitsError as error:
-            bad = frozenset(error.seq_ids)
-        parts = zip(decoding, torch.split(rows, counts), strict=True)
-        kept = [(sequence, part) for sequence, part in parts if sequence.seq_id not in bad]
-        sound = [sequence for sequence, _ in kept]
-        tokens = self.decoder.decode(sound, torch.cat([part for _, part in kept]), drafts) if kept else []
-        return sound, tokens, [sequence for sequence in decoding if sequence.seq_id in bad]
-
-    def _run_behind(self, flight: InFlight, queue: StepQueue) -> Launched:
-        """Launch it behind the step in flight, which yields some of the tokens that it reads, and leave a placeholder
-        for each token that it yields itself and that another step may read."""
-        before = self._in_flight[-1] if self._in_flight else None
-        yields = {} if before is None else {sequence.seq_id: row for row, sequence in enumerate(before.decoding)}
-        feed: dict[int, int] = {}
-        rows = 0
-        for seq_id, count in zip(flight.batch.seq_ids, flight.batch.query_lens, strict=True):
-            rows += count
-            if self._sequences[seq_id].token_ids[-1] == PLACEHOLDER:  # then it is the one row of this sequence
-                feed[rows - 1] = yields[seq_id]
-        requests, positions = [sequence.request for sequence in flight.decoding], list(flight.positions.values())
-        behind = None if before is None else before.launched
-        launched = queue.launch(flight.batch, requests, positions, feed, behind)
-        for sequence in flight.decoding:
-            if self._room(sequence, sequence.num_tokens) > 1:
-                sequence.token_ids.append(PLACEHOLDER)
-        return launched
-
-    def _wait(self, flight: InFlight, launched: Launched) -> Decoded:
-        """What it has yielded, less those that have ended since it was launched."""
-        outcome, stats = launched.wait(), flight.stats
-        stats.forward_s, stats.sample_s, stats.attention_s = outcome.forward_s, outcome.sample_s, outcome.attention_s
-        stats.gathered_bytes = outcome.gathered_bytes
-        live = [
-            (sequence, token)
-            for sequence, token in zip(flight.decoding, outcome.token_ids, strict=True)
-            if self._sequences.get(sequence.seq_id) is sequence
-        ]
-        sound = [(sequence, token) for sequence, token in live if token >= 0]
-        unsound = [sequence for sequence, token in live if token < 0]
-        return [sequence for sequence, _ in sound], [[token] for _, token in sound], unsound
-
     def _commit(self, flight: InFlight, decoded: Decoded, now: float) -> list[Emission]:
-        decoding, new_tokens, unsound = decoded
-        stats, computed = flight.stats, flight.computed
+        stats, computed, unsound = flight.stats, flight.computed, decoded.unsound
         emissions: list[Emission] = []
         rejected: dict[str, int] = {}
         for sequence in unsound:
+            if drafted := len(sequence.draft_token_ids):  # none of them stands
+                rejected[sequence.seq_id] = drafted
+                computed[sequence.seq_id] -= drafted
+            sequence.draft_token_ids = []
             sequence.finish_reason = "error"
             emissions.append(Emission(sequence.seq_id, (), now, "error", "the model's logits are not finite"))
-        for sequence, tokens in zip(decoding, new_tokens, strict=True):
+        for sequence, tokens in zip(decoded.sequences, decoded.new_tokens, strict=True):
             seq_id, drafted = sequence.seq_id, len(sequence.draft_token_ids)
             position = flight.positions[seq_id]
             kept, reason = self._cut(sequence, position, tokens)
@@ -305,7 +235,7 @@ class Engine:
             if drafted:
                 stats.drafted[seq_id] = (drafted, accepted)
             sequence.draft_token_ids = []
-            self._drafting.kept.pop(seq_id, None)
+            self.drafting.kept.pop(seq_id, None)
             sequence.token_ids[position : position + 1] = kept  # for the placeholder, if there is one
             if fallen := drafted + 1 - len(kept):  # drafts that do not stand: they are overwritten
                 rejected[seq_id] = fallen
@@ -320,7 +250,7 @@ class Engine:
             if seq_id not in failed:
                 self.kv.commit(seq_id, written)
         stats.kv_reservations = flight.reservations(rejected)
-        for sequence in (*decoding, *unsound):
+        for sequence in (*decoded.sequences, *unsound):
             if sequence.finished:
                 self._finish(sequence, flight)
         return self._release(emissions)
@@ -350,13 +280,9 @@ class Engine:
         now = self.clock.now()
         return [Emission(e.request_id, e.token_ids, now, e.finish_reason, e.error) for e in released]
 
-    def _room(self, sequence: Sequence, position: int) -> int:
-        """How many tokens it may get from this position on."""
-        return min(sequence.max_total_tokens, self.max_model_len) - position
-
     def _cut(self, sequence: Sequence, position: int, tokens: Seq[int]) -> tuple[list[int], str | None]:
         """Tokens up to a stop token (kept, as it was produced) or the length limit, and why it ends there."""
-        sampling, limit = sequence.request.sampling, self._room(sequence, position)
+        sampling, limit = sequence.request.sampling, sequence.max_total_tokens - position
         kept: list[int] = []
         for token in tokens[:limit]:
             kept.append(token)
@@ -364,16 +290,13 @@ class Engine:
                 return kept, "stop"
         return kept, "length" if len(kept) == limit else None
 
-    def _propose(self, proposer: Proposer, stats: StepStats) -> None:
-        stats.draft_forwards = self._drafting.propose(proposer)
-
     def _reject(self, seq_id: str, reason: str, now: float) -> Emission:
         del self._sequences[seq_id]
         self._forget(seq_id)
         return Emission(seq_id, (), now, "rejected", reason)
 
     def _forget(self, seq_id: str) -> None:
-        self._drafting.kept.pop(seq_id, None)
+        self.drafting.kept.pop(seq_id, None)
         self.swap.drop(seq_id)
         self.decoder.forget(seq_id)
         if self.proposer is not None:

@@ -75,8 +75,9 @@ def prepare(
             continue
         sequence = sequences[seq_id]
         start, drafts = sequence.num_computed_tokens, sequence.draft_token_ids
-        tokens = (sequence.token_ids + drafts)[start : start + count]
-        reaches_end = start + count == sequence.num_tokens + len(drafts)
+        end = start + count
+        tokens = sequence.token_ids[start:end] + drafts[: max(0, end - sequence.num_tokens)]
+        reaches_end = end == sequence.num_tokens + len(drafts)
         required = count - len(drafts)
         stats.draft_tokens += len(drafts)
         if start < sequence.num_prompt_tokens or required > 1:  # the last part of a prompt may be one token
@@ -88,7 +89,7 @@ def prepare(
         rows.append(BatchRow(seq_id, [*tokens, *([0] * padding)], start, kv.block_table(seq_id), num_logits, count))
         if reaches_end:
             decoding.append(sequence)
-        computed[seq_id] = sequence.num_computed_tokens = start + count
+        computed[seq_id] = sequence.num_computed_tokens = end
     finished = {sequence.seq_id: sequence for sequence in scheduler.running if sequence.finished}
     for seq_id in step.dead_rows:
         position = finished[seq_id].num_computed_tokens - 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-FINISH_REASONS = ("length", "stop", "error", "truncated", "aborted", "rejected")
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -100,6 +98,7 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
+        """Its prompt and all that it may add."""
         return self.num_prompt_tokens + self.request.sampling.max_tokens
 
     @property

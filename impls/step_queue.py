@@ -24,13 +24,14 @@ Mark = float | torch.cuda.Event
 @dataclass(frozen=True)
 class Outcome:
     """token_ids: of each row of logits, -1 where these are not finite. forward_s, sample_s: as long as they ran, not as
-    long as anybody waited for them; attention_s as of `Executor`."""
+    long as anybody waited for them; attention_s and replayed as of `Executor`."""
 
     token_ids: list[int]
     forward_s: float
     sample_s: float
     attention_s: float | None
     gathered_bytes: int
+    replayed: bool
 
 
 @dataclass
@@ -108,6 +109,7 @@ class StepQueue:
             logits, _ = executor.execute(step.batch)
             marks.append(self._mark())
             attention_s, gathered = executor.attention_s, executor.attention.gathered_bytes(step.batch)
+            replayed = executor.replayed
             step.token_ids = found = self._sample(step.requests, step.positions, logits)
             on_host = found
             if self._device.type == "cuda":
@@ -120,7 +122,7 @@ class StepQueue:
             if isinstance(end, torch.cuda.Event):
                 end.synchronize()
             forward_s, sample_s = _seconds(marks[0], marks[1]), _seconds(marks[1], end)
-            return Outcome(on_host.tolist(), forward_s, sample_s, attention_s, gathered)
+            return Outcome(on_host.tolist(), forward_s, sample_s, attention_s, gathered, replayed)
 
         return outcome
 

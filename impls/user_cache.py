@@ -14,8 +14,6 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "llm-harness"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "llm-harness"
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "llm-harness"
 
 

@@ -8,6 +8,7 @@ Each block of the page that begins with `<!-- begin: <folder> -->` becomes the t
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ Cell = Callable[[Arm], str]
 
 @dataclass(frozen=True)
 class Column:
+    """One figure of each arm, as text."""
+
     name: str
     cell: Cell
 
@@ -48,8 +51,24 @@ def ratio(name: str, key: str) -> Column:
     """Against the arm that this one is to be compared with: its `versus`, or the study's baseline."""
 
     def cell(arm: Arm) -> str:
-        found = (arm["step_ratios"] if arm["versus"] else arm["ratios"])[key]
-        return "-" if (found["low"], found["high"]) == (1, 1) else ratio_text(Ratio(**found))
+        if (found := (arm["step_ratios"] if arm["versus"] else arm["ratios"]).get(key)) is None:
+            return "n/a"  # a record from before the metric
+        if found["n"] == 0 and found["verdict"] == "no difference shown":
+            return "n/a"  # nothing was there to be compared
+        itself = not arm["versus"] and (found["low"], found["high"]) == (1, 1)
+        return "-" if itself else ratio_text(Ratio(**found))
+
+    return Column(name, cell)
+
+
+def quality(name: str, key: str, digits: int, scale: float = 1.0) -> Column:
+    """Of held-out text, with its 95 % interval over the texts; n/a where none was asked for."""
+
+    def cell(arm: Arm) -> str:
+        if (found := (arm["quality"] or {}).get(key)) is None:
+            return "n/a"
+        value, low, high = (f"{found[of] * scale:,.{digits}f}" for of in ("value", "low", "high"))
+        return f"{value} [{low}, {high}]"
 
     return Column(name, cell)
 
@@ -63,34 +82,50 @@ PREDICTED = (
     metric("v", "speculation.verify_cost", 2),
 )
 KV_WASTE = metric("KV used %", "kv_utilization", 1, 100)
+HITS = metric("hits %", "prefix_hit_rate_observed", 1, 100)
+REUSE = (
+    *(metric("planned %", "prefix_hit_rate_planned", 1, 100), metric("ceiling %", "prefix_hit_rate_ceiling", 1, 100)),
+    *(HITS, metric("cache, tokens", "kv_capacity_tokens", 0)),
+)
+KL_AND_TOP1 = (quality("KL", "kl_vs_bf16", 4), quality("top-1 %", "top1_agreement", 1, 100))
+TTFT_RATIO = ratio("ratio of TTFT p50", "ttft_s.p50")
 SLO = metric("SLO met %", "slo_attainment", 0, 100)
 GOODPUT = (metric("good requests/s", "goodput_per_s", 2), ratio("ratio of goodput", "goodput_per_s"))
 
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "ladder": (*SPEED, *TTFT, metric("slots %", "slot_utilization", 1, 100), KV_WASTE),
     "controls": SPEED,
-    "aa": (*SPEED, ratio("ratio of TTFT p50", "ttft_s.p50"), ratio("ratio of ITL p99", "itl_s.p99")),
-    "chunked": (*SPEED, *ITL, ratio("ratio of ITL p99", "itl_s.p99"), *TTFT),
+    "aa": (*SPEED, TTFT_RATIO, ratio("ratio of ITL p99", "itl_s.p99")),
+    "chunked": (*SPEED, *ITL, ratio("ratio of ITL p99", "itl_s.p99"), *TTFT, TTFT_RATIO),
     "load": (*SPEED[:1], *TTFT, *ITL, *GOODPUT[:1], SLO),
     "prompt_lookup": (*SPEED, ACCEPTED),
     "eagle": (*SPEED, ACCEPTED, metric("tokens a step", "tokens_per_step", 2), *PREDICTED),
     "speculation": (*SPEED, ACCEPTED, metric("tokens a step", "tokens_per_step", 2), *PREDICTED),
-    "prefix": (
-        *(*SPEED, *TTFT, ratio("ratio of TTFT p50", "ttft_s.p50")),
-        metric("hits %", "prefix_hit_rate_observed", 1, 100),
-    ),
+    "prefix": (*SPEED, *TTFT, TTFT_RATIO, *REUSE),
     "precision": (
-        metric("weights MB", "weights_bytes", 1, 1e-6),
+        *(metric("on disk MB", "checkpoint_bytes", 1, 1e-6), metric("weights MB", "weights_bytes", 1, 1e-6)),
         *(*SPEED, TTFT[0], ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("perplexity", "perplexity", 2)),
-        *(metric("KL", "kl_vs_bf16", 4), metric("top-1 %", "top1_agreement", 1, 100)),
+        *(quality("perplexity x", "perplexity_ratio", 3), *KL_AND_TOP1),
     ),
-    "kv_dtype": (
-        *(*SPEED, TTFT[0], ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("KL", "kl_vs_bf16", 4)),
-        metric("top-1 %", "top1_agreement", 1, 100),
-    ),
+    "kv_dtype": (*SPEED, TTFT[0], TTFT_RATIO, ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), *KL_AND_TOP1),
     "huggingface": (*SPEED, *TTFT, ITL[0]),
-    "tour": (*SPEED, TTFT[0], ratio("ratio of TTFT p50", "ttft_s.p50"), ITL[1], ratio("ratio of ITL p99", "itl_s.p99")),
+    "tour": (*SPEED, TTFT[0], TTFT_RATIO, ITL[1], ratio("ratio of ITL p99", "itl_s.p99")),
     "interaction": SPEED,
+    "execution": (
+        *(*SPEED, ITL[0], ratio("ratio of ITL p50", "itl_s.p50"), metric("first step s", "startup_s", 1)),
+        metric("ready s", "ready_s", 1),
+    ),
+    "attention": (SPEED[0], TTFT[0], TTFT_RATIO, ITL[0], ratio("ratio of ITL p50", "itl_s.p50")),
+    "sampling": (*SPEED, ACCEPTED, metric("tokens a step", "tokens_per_step", 2), *PREDICTED),
+    "preemption": (
+        *(*SPEED, TTFT[1], ITL[1], ratio("ratio of ITL p99", "itl_s.p99"), metric("preemptions", "preemptions", 0)),
+        KV_WASTE,
+    ),
+    "order": (
+        *(*SPEED, *TTFT, TTFT_RATIO, ratio("ratio of TTFT p99", "ttft_s.p99")),
+        *(metric("urgent TTFT p99 s", "ttft_urgent_s.p99", 2), ratio("ratio of it", "ttft_urgent_s.p99"), *REUSE),
+    ),
+    "samples": (*SPEED, TTFT[0], TTFT_RATIO, *REUSE),
     "disaggregated": (*SPEED[:1], *TTFT, *ITL, *GOODPUT, SLO),
 }
 
@@ -105,6 +140,8 @@ def table(folder: Path) -> str:
     lines.append(f"|---|{'---|' if compared else ''}{'---:|' * len(columns)}")
     for name, arm in arms.items():
         against = arm["versus"] or plan["baseline"]
+        run = folder / name / "0" / "run.json"
+        arm["quality"] = json.loads(run.read_text(encoding="utf-8")).get("quality") if run.exists() else None
         cells = [column.cell(arm) for column in columns] if arm["metrics"] else [arm["status"]] * len(columns)
         reference = [("" if against == name else against)] if compared else []
         lines.append(f"| {' | '.join([name, *reference, *cells])} |")
@@ -145,4 +182,5 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

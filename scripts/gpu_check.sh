@@ -17,6 +17,11 @@
 # weights must not depend on the device, and may take BUILD_S together. All 32 fit where a build takes 7 s. The number
 # of layers stands in each record. LAYERS=32 forces it.
 set -uo pipefail
+case ${1:-} in -h | --help)
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+  exit
+  ;;
+esac
 OUT=${OUT:-build/gpu_check}
 OUT=$(mkdir -p "$OUT" && cd "$OUT" && pwd) || exit 1
 wheels=$([ -z "${1:-}" ] || { cd "$1" && pwd; }) || exit 1
@@ -39,6 +44,10 @@ if [ -n "$wheels" ]; then
   export PYTHONPATH="$scratch/wheels${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONUNBUFFERED=1
+"$PYTHON" -c 'import sys, torch; sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())' "$DEVICE" || {
+  echo "no CUDA device that torch can use; DEVICE=cpu MODEL=tiny tries the parts of this script on a CPU"
+  exit 1
+}
 : > "$OUT/summary.txt"
 
 # stage <name> <command...>: it may take what those after it do not need, so what one leaves over serves the next.

@@ -1,10 +1,11 @@
-"""The checks of gpu_check.sh that are no test and no study: `python -m scripts.gpu_checks machine | fp8 | run ...`.
+"""The checks of gpu_check.sh that are no test and no study.
 
 Each prints what it found and ends with an error where a claim does not hold.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -21,6 +22,8 @@ from impls.models.synthetic import SyntheticWeights
 from impls.precision.fp8 import Fp8, multiplies_fp8
 
 ROOT = Path(__file__).parents[1]
+ALWAYS = {"utilization_percent", "memory_used_bytes", "power_w", "energy_j", "sm_clock_hz", "temperature_c"}
+ACTIVITY = {"sm_active_percent", "tensor_active_percent", "dram_active_percent"}  # of GPM, which Hopper brought
 
 
 def machine(device: str, model: str, builds: int, seconds: float, scratch: Path) -> None:
@@ -64,6 +67,7 @@ def affordable_layers(device: str, model: str, builds: int, seconds: float) -> i
 
 
 def nvml_answers() -> None:
+    """NVML knows what every GPU has; from compute capability 9.0 on, how busy its SMs, tensor cores and DRAM are."""
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     source = gpu_source()  # of the GPUs that hold something of ours
     assert source is not None, "NVML does not answer"
@@ -77,11 +81,14 @@ def nvml_answers() -> None:
     for reading in readings:
         print(*reading)
     known = {reading.name for reading in readings if reading.value is not None}
-    gpm = "GPM answers" if "sm_active_percent" in known else "no figure of GPM: a GPU older than Hopper, or a slice?"
-    print(gpm)
-    always = {"utilization_percent", "memory_used_bytes", "power_w", "energy_j", "sm_clock_hz", "temperature_c"}
-    missing = always - known
-    assert not missing, f"NVML gives no {missing}"
+    missing = sorted(ALWAYS - known)
+    assert not missing, f"NVML gives no {', '.join(missing)}"
+    silent, (major, minor) = sorted(ACTIVITY - known), torch.cuda.get_device_capability(0)
+    print(f"GPM gives no {', '.join(silent)}" if silent else "GPM answers")
+    assert not silent or major < 9, (
+        f"GPM gives no {', '.join(silent)}, which a GPU of compute capability {major}.{minor} has: an old "
+        "driver, a slice of a GPU (MIG), or no right to its counters?"
+    )
 
 
 def fp8(device_name: str) -> None:
@@ -103,7 +110,7 @@ def fp8(device_name: str) -> None:
             exact = (values.double() * scale.double()) @ method.dequantize(packed).to(device).double().T
             torch.testing.assert_close(method.apply(x, packed).double(), exact, rtol=2e-2, atol=2e-2)
         print(granularity, method.kernel, method.emulated)
-        assert (method.kernel == "scaled_mm") == (device.type == "cuda")
+        assert method.kernel.startswith("scaled_mm") == (device.type == "cuda")
 
 
 def run(run_dir: Path, device: str) -> None:
@@ -123,11 +130,21 @@ def run(run_dir: Path, device: str) -> None:
     assert not bad, bad
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    checks = parser.add_subparsers(required=True, metavar="check")
+    for check, arguments in (
+        (machine, {"device": str, "model": str, "builds": int, "seconds": float, "scratch": Path}),
+        (fp8, {"device_name": str}),
+        (run, {"run_dir": Path, "device": str}),
+    ):
+        added = checks.add_parser(check.__name__, help=check.__doc__, description=check.__doc__)
+        for name, kind in arguments.items():
+            added.add_argument(name, type=kind)
+        added.set_defaults(check=check)
+    given = vars(parser.parse_args())
+    given.pop("check")(**given)
+
+
 if __name__ == "__main__":
-    what, *given = sys.argv[1:]
-    if what == "machine":
-        machine(given[0], given[1], int(given[2]), float(given[3]), Path(given[4]))
-    elif what == "fp8":
-        fp8(given[0])
-    else:
-        run(Path(given[0]), given[1])
+    main()

@@ -9,6 +9,7 @@ with the true difference and grows with the noise, so one set of samples serves 
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -223,4 +224,5 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

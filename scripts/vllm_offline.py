@@ -1,12 +1,9 @@
-"""The vLLM side of `scripts.beside_vllm`, run by the interpreter that has vLLM: one line of JSON.
-
-<python with vLLM> scripts/vllm_offline.py <HF folder> <requests.jsonl>
-"""
+"""The vLLM side of `scripts.beside_vllm`, run by the interpreter that has vLLM: one line of JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -33,4 +30,8 @@ def main(model: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument("requests", help="a file of prompt_token_ids, one request a line")
+    given = parser.parse_args()
+    main(given.model, given.requests)

@@ -13,9 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
+from packaging.version import Version
 
 TESTS = Path(__file__).resolve().parent
 
@@ -37,8 +40,10 @@ def outcomes(script: Path) -> dict[str, str]:
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
+        if Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"):
+            pytest.skip("the interpreter of Triton before 3.7 turns arrays into numbers as NumPy 2.4 no longer does")
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

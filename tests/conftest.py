@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 # Waiting threads that spin starve each other when tests share the cores; read once, when torch loads its OpenMP.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import case_scripts
 import pytest
 import torch
 import yaml
 
 from impls.models.errors import ModelError
 from impls.models.source import ModelSource, open_model
+
+with suppress(ImportError):  # a GPU machine may come without it (scripts/gpu_check.sh)
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True, deadline=None)  # a busy machine fails nobody
+    settings.load_profile("repeatable")
 
 MODEL_CONFIGS = Path(__file__).parents[1] / "conf" / "model"
 
@@ -28,6 +37,14 @@ torch.set_num_threads(2)  # small tensors: more threads only slow a large machin
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Several workers for the whole suite; none for a file or folder that is named, be it a benchmark."""
     return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else min(4, os.cpu_count() or 1)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of the cases in the module's SCRIPT, which wants Triton."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed here")
+    return case_scripts.outcomes(request.module.SCRIPT)
 
 
 @pytest.fixture(scope="session")

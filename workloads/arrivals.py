@@ -25,6 +25,8 @@ MAX_RELATIVE = 1e9
 
 
 class ArrivalLaw(Protocol):
+    """When requests are meant to come."""
+
     def sample(self, rng: Generator, n: int) -> Times:
         """float64 [n]: intended arrivals, seconds since the run's start, non-decreasing."""
 
@@ -58,6 +60,8 @@ class Burst:
 
 @dataclass(frozen=True)
 class Constant:
+    """One every 1/``rate`` seconds; ``rate`` in requests a second."""
+
     rate: float
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Poisson:
+    """Independent exponential gaps of mean 1/``rate``; ``rate`` in requests a second."""
+
     rate: float
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from workloads.errors import WorkloadError
 from workloads.generate import generate
 from workloads.options import build_options
 from workloads.replay import replay
-from workloads.setting import Sampling, Seeds, Setting
+from workloads.setting import Sampling, Seeds, Setting, check_stop_tokens
 from workloads.stream import RequestStream
 from workloads.tokenizer import Tokenizer
 from workloads.vocabulary import Vocabulary
@@ -33,6 +33,7 @@ def build_stream(
     seeds = Seeds.of(seed)
     special = () if tokenizer is None else tokenizer.special_token_ids
     sampling = build_options("workload.sampling", Sampling, config.get("sampling") or {}, "sampling")
+    check_stop_tokens("workload.sampling.stop_token_ids", sampling.stop_token_ids, size)
     vocabulary = Vocabulary(size, special, seeds.vocabulary)
     setting = Setting(config, seeds, sampling, tokenizer, vocabulary, size, max_model_len)
     return replay(setting) if "path" in config else generate(setting)

@@ -20,21 +20,27 @@ LAWS = ("arrivals", "prompt_length", "output_length", "prompts")
 
 @dataclass(frozen=True)
 class Options:
-    """``length_scale`` multiplies both lengths (1: as published), shared prefixes not."""
+    """``length_scale`` multiplies both lengths (1: as published), shared prefixes not. ``priority_shares``: how much of
+    the traffic is of class 0, 1, ..., drawn for each request; none: all of class 0."""
 
     num_requests: int
     warmup_s: float = 0.0
     length_scale: float = 1.0
     overlength: str = "reject"
+    priority_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(1 <= self.num_requests <= 10_000_000, "num_requests", self.num_requests, "from 1 to 10000000")
         require(self.warmup_s >= 0, "warmup_s", self.warmup_s, "at least 0 (seconds)")
         require(0 < self.length_scale <= 1000, "length_scale", self.length_scale, "above 0 and at most 1000")
         check_overlength(self.overlength)
+        shares = self.priority_shares
+        fair = all(share >= 0 for share in shares) and abs(sum(shares) - 1) < 1e-6
+        require(fair or not shares, "priority_shares", list(shares), "shares of at least 0 that add up to 1, or []")
 
 
 def generate(setting: Setting) -> RequestStream:
+    """``num_requests`` requests as the laws of the workload draw them. WorkloadError for an option that is wrong."""
     options = build_options(
         "workload", Options, setting.options(*LAWS, "sessions", "sampling"), f"workload={setting.config.get('name')}"
     )
@@ -58,6 +64,10 @@ def generate(setting: Setting) -> RequestStream:
         turns = np.diff(sessions.first)
         session_ids = [f"session-{session}" for session in np.repeat(np.arange(num_sessions), turns).tolist()]
     prompts = prompt_law.build(setting.tokenizer, setting.vocabulary, seeds.prompts, prompt_tokens)
+    priorities: list[int] = []
+    if shares := options.priority_shares:
+        drawn = np.random.default_rng(seeds.priorities).choice(len(shares), n, p=np.array(shares) / sum(shares))
+        priorities = drawn.tolist()
     request_seeds, common = setting.request_seeds(n), asdict(setting.sampling)
 
     def sampling(index: int) -> SamplingParams:
@@ -73,8 +83,12 @@ def generate(setting: Setting) -> RequestStream:
         "history": sessions.history,
         "identical_across_arms": sessions.history != "generated",
     }
+    if sessions.history is not None and options.overlength == "clip":  # a turn's history may be what is too long
+        provenance["clipped_to"] = setting.max_model_len
+    if priorities:
+        provenance["priority_shares"] = list(options.priority_shares)
     return RequestStream(
-        Plan(arrivals, prompt_tokens, output_tokens, sessions, sampling, session_ids),
+        Plan(arrivals, prompt_tokens, output_tokens, sessions, sampling, session_ids, priorities),
         prompts,
         window_rule="burst" if isinstance(arrival_law, Burst) else "timed",
         warmup_s=options.warmup_s,

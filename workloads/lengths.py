@@ -22,6 +22,8 @@ MAX_TOKENS = 10_000_000
 
 
 class LengthLaw(Protocol):
+    """How many tokens prompts or outputs have."""
+
     def sample(self, rng: Generator, n: int) -> Lengths:
         """int64 [n], tokens, each in 1..MAX_TOKENS."""
 
@@ -32,6 +34,8 @@ def _check(field: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Constant:
+    """Always ``value`` tokens."""
+
     value: int
 
     def __post_init__(self) -> None:

@@ -246,6 +246,8 @@ class SharedPrefix:
 
 
 class PromptLaw(Protocol):
+    """What prompts of given lengths say."""
+
     @property
     def build(self) -> Callable[[Tokenizer | None, Vocabulary, SeedSequence, Lengths], PromptSource]:
         """(tokenizer, vocabulary, seed, prompt lengths int64 [n], by arrival) -> source."""

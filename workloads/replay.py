@@ -12,9 +12,9 @@ from workloads.errors import WorkloadError
 from workloads.options import METADATA, build_law, build_options, require
 from workloads.prompts import PROMPTS
 from workloads.sessions import SingleTurn
-from workloads.setting import Setting, check_overlength
+from workloads.setting import Setting, check_overlength, check_stop_tokens
 from workloads.stream import Plan, RequestStream
-from workloads.trace import dequantise, read_trace
+from workloads.trace import dequantise, read_trace, trace_fingerprint
 from workloads.trace_prompts import TracePrompts, given_prompts
 
 MAX_SCALE = 1e6  # beyond it a run has no end, and its reciprocal no beginning
@@ -47,10 +47,12 @@ class Options:
 
 
 def replay(setting: Setting) -> RequestStream:
+    """The requests of ``workload.path``, at the times recorded there. WorkloadError for what is missing or wrong."""
     _refuse_rates(setting)
     options = build_options("workload", Options, setting.options("arrivals", "prompts", "sampling"), "workload=trace")
     prompt_law = build_law("workload.prompts", PROMPTS, setting.config.get("prompts") or {"name": "random"})
-    rows = read_trace(Path(str(options.path)).expanduser(), limit=options.limit, skip_head=options.skip_head)
+    path = Path(str(options.path)).expanduser()
+    rows = read_trace(path, limit=options.limit, skip_head=options.skip_head)
     timed = rows[0].arrival_s is not None
     if options.dequantise_s is not None:
         if not timed:
@@ -68,18 +70,22 @@ def replay(setting: Setting) -> RequestStream:
     text_seed, block_seed = setting.seeds.prompts.spawn(2)
     text = prompt_law.build(setting.tokenizer, setting.vocabulary, text_seed, prompt_tokens)
     prompts = TracePrompts(rows, text, setting.vocabulary, block_seed, given)
+    for row in rows:
+        where = f"workload.path, line {row.line}: stop_token_ids"
+        check_stop_tokens(where, row.stop_token_ids or (), setting.vocab_size)
     request_seeds, common = setting.request_seeds(n), asdict(setting.sampling)
 
     def sampling(index: int) -> SamplingParams:
         row = rows[index]
-        own = {"temperature": row.temperature, "ignore_eos": row.ignore_eos, "seed": row.seed}
+        own = {name: getattr(row, name) for name in ("temperature", "ignore_eos", "stop_token_ids", "seed")}
         recorded = {key: value for key, value in own.items() if value is not None}
         return SamplingParams(**{**common, "seed": int(request_seeds[index]), **recorded, "max_tokens": row.max_tokens})
 
     provenance = {
         **setting.describe(prompt_tokens, output_tokens, arrivals, options.overlength),
         "arrivals": "as recorded" if timed else "none recorded, all at 0",
-        "file": Path(str(options.path)).name,
+        "file": path.name,
+        "file_sha256": trace_fingerprint(path),
         "limit": options.limit,
         "skip_head": options.skip_head,
         "dequantise_s": options.dequantise_s,

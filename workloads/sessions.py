@@ -28,7 +28,10 @@ class SessionPlan:
 
 
 class SessionLaw(Protocol):
-    def plan(self, rng: Generator, n: int) -> SessionPlan: ...
+    """Which requests are turns of one conversation."""
+
+    def plan(self, rng: Generator, n: int) -> SessionPlan:
+        """Of ``n`` requests, in the order of their numbers."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ OVERLENGTH = ("reject", "clip")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every request is decoded (see `SamplingParams`)."""
+    """How every request is decoded (see `SamplingParams`). stop_token_ids: tokens that end it, ignore_eos or not."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -47,10 +49,11 @@ class Seeds:
     prompts: SeedSequence
     sessions: SeedSequence
     sampling: SeedSequence
+    priorities: SeedSequence
 
     @classmethod
     def of(cls, seed: int) -> Seeds:
-        return cls(*SeedSequence(seed).spawn(7))
+        return cls(*SeedSequence(seed).spawn(8))  # a new concern comes last: the others' draws stay
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,17 @@ class Setting:
             "num_requests": len(prompt_tokens),
             "overlength": overlength,
             "num_clipped": int(clipped.sum()),
+            "clipped_to": self.max_model_len if clipped.any() else None,
             "num_overlength": int((over & ~clipped).sum()),
             **idc,
         }
+
+
+def check_stop_tokens(where: str, token_ids: Seq[int], vocab_size: int) -> None:
+    """WorkloadError, beginning with ``where``, for a token that the model does not have: it would end nothing."""
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise WorkloadError(f"{where} has {token}: must lie in 0..{vocab_size - 1}, the vocabulary")
 
 
 def check_overlength(value: str) -> None:

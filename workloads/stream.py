@@ -117,8 +117,13 @@ class RequestStream:
         else:
             reply = self._prompts.reply(turn.index, int(self.plan.output_tokens[turn.index]))
             cached = len(turn.prompt)
-        prompt = turn.prompt + reply + self._prompts.follow_up(index, int(self.plan.prompt_tokens[index]))
-        prompt = prompt[: self._clipped(len(prompt), int(self.plan.output_tokens[index]))]
+        history, question = turn.prompt + reply, int(self.plan.prompt_tokens[index])
+        room = self._clipped(len(history) + question, int(self.plan.output_tokens[index]))
+        asked = self._prompts.follow_up(index, min(question, room))
+        if len(history) + len(asked) > room:  # a chat forgets its oldest words, never the question
+            kept = max(0, room - len(asked))
+            history, cached = history[:1][:kept] + history[len(history) - max(0, kept - 1) :], min(cached, 1)
+        prompt = history + asked
         arrival_s = finished_s + float(self.plan.sessions.think_s[index])
         return self._issue(turn.session, index, prompt, arrival_s, min(cached, len(prompt) - 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import re
@@ -29,7 +30,7 @@ AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?", re.ASCI
 AZURE_COUNT = re.compile(r"\d{1,19}", re.ASCII)
 FIELDS = (
     "timestamp", "arrival_s", "prompt", "prompt_token_ids", "input_length", "output_length", "max_tokens", "hash_ids",
-    "seed", "temperature", "ignore_eos", "session_id", "priority",
+    "seed", "temperature", "ignore_eos", "stop_token_ids", "session_id", "priority",
 )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ class TraceRow:
     seed: int | None = None
     temperature: float | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     session_id: str | None = None
     priority: int = 0
 
@@ -81,6 +83,15 @@ def read_trace(path: Path, *, limit: int | None, skip_head: int) -> list[TraceRo
     return sorted(shifted, key=lambda row: row.arrival_s or 0.0)
 
 
+def trace_fingerprint(path: Path) -> str:
+    """SHA-256 of the file, 12 digits: a path says nothing of what lies there the next time. WorkloadError as above."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def dequantise(rows: list[TraceRow], tick_s: float, rng: Generator) -> list[TraceRow]:
     """Requests that share a timestamp spread uniformly over the ``tick_s`` that follows it (a clock's resolution).
 
@@ -110,10 +121,14 @@ def _rows(path: Path) -> Iterator[tuple[TraceRow, int]]:
                     # A value that is shown may hold line breaks.
                     raise WorkloadError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise WorkloadError(
-            f"workload.path={path}: must be a readable JSONL or Azure CSV file (UTF-8, .gz or not): {reason}"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> WorkloadError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return WorkloadError(
+        f"workload.path={path}: must be a readable JSONL or Azure CSV file (UTF-8, .gz or not): {reason}"
+    )
 
 
 def _azure_row(line: int, text: str) -> TraceRow:
@@ -174,6 +189,7 @@ def _json_row(line: int, text: str) -> TraceRow:
         seed=_seed(row),
         temperature=_temperature(row),
         ignore_eos=_typed(row, "ignore_eos", bool),
+        stop_token_ids=_ids(row, "stop_token_ids", may_be_empty=True),
         session_id=_text("session_id", None if session is None else str(session)),
         priority=_priority(row),
     )
@@ -222,12 +238,15 @@ def _typed(row: dict[str, Any], name: str, kind: type[Any]) -> Any:
     return value
 
 
-def _ids(row: dict[str, Any], name: str) -> tuple[int, ...] | None:
+def _ids(row: dict[str, Any], name: str, *, may_be_empty: bool = False) -> tuple[int, ...] | None:
     value = row.get(name)
     if value is None:
         return None
+    if may_be_empty and value == []:
+        return ()
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**63 for i in value):
-        raise ValueError(f"{name}={_shown(value)}: must be a non-empty list of whole numbers of at least 0")
+        kind = "list" if may_be_empty else "non-empty list"
+        raise ValueError(f"{name}={_shown(value)}: must be a {kind} of whole numbers of at least 0")
     _tokens(f"length of {name}", len(value))
     return tuple(value)
 

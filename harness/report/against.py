@@ -28,6 +28,7 @@ def ratio_to(report: Report, arm: Arm, other: Arm | None, ours: Values, theirs: 
 
 
 def ratio_cell(found: Ratio, quantity: str) -> Cell:
+    """A ratio that the page computes anew when another baseline is chosen, by ``quantity``."""
     return Cell(times(found.median, found.low, found.high), found.median, follows=f"ratio {quantity}")
 
 

@@ -61,4 +61,5 @@ def rows_axis(names: Sequence[str]) -> dict[str, Any]:
         "range": [len(names) - 0.5, -0.5],
         "showgrid": False,
         "automargin": True,
+        "ticklabelstandoff": 6,  # px, off the bars
     }

@@ -13,7 +13,7 @@ from harness.report.charts import decode_step, linear_layers, speedup
 from harness.report.charts.verdict import METRICS, SIGNS
 from harness.report.data import Arm, Report
 from harness.statistics import T_QUANTILES, direction
-from harness.summary import flatten, incomparable
+from harness.summary import flatten, machines, no_pair, traffic_content
 
 COMPARED = tuple(name for name, *_ in METRICS if direction(name))
 
@@ -77,9 +77,11 @@ class _Conditions:
         self._by_trial: dict[int, set[int]] = defaultdict(set)
 
     def index(self, trial: TrialRecord) -> int:
+        """A number for the conditions that it ran under, equal where they are."""
         run = trial.run
         config, provenance = run["config"], run["provenance"]
-        parts = [config.get("model"), config.get("workload"), provenance.get("hardware"), provenance.get("model")]
+        parts = [config.get("model"), config.get("workload"), machines(run), provenance.get("model")]
+        parts += [(provenance.get("versions") or {}).get("torch"), traffic_content(run)]
         key = json.dumps([*parts, run["seed"], run["clock"], run["emulated"]], sort_keys=True, default=str)
         if key not in self._found:
             self._found[key] = len(self._runs)
@@ -93,5 +95,5 @@ class _Conditions:
         for together in self._by_trial.values():
             for i in together:
                 for j in together:
-                    rows[i][j] = "0" if incomparable(self._runs[i], self._runs[j]) else "1"
+                    rows[i][j] = "0" if no_pair(self._runs[i], self._runs[j]) else "1"
         return ["".join(row) for row in rows]

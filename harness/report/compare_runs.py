@@ -14,7 +14,7 @@ from harness.report.charts.verdict import METRICS, verdict_text
 from harness.report.data import middle
 from harness.report.parts import MISSING, number, percent, times
 from harness.statistics import Ratio, direction, ratio
-from harness.summary import confidence_of, flatten, incomparable, is_adaptive
+from harness.summary import confidence_of, flatten, incomparable, is_adaptive, traffic_content
 
 MOST_CHANGES = 8
 COLUMNS = ("metric", "A", "B", "B / A", "n", "verdict")
@@ -167,7 +167,7 @@ def _behind(what: str, run: Mapping[str, Any]) -> dict[str, Any]:
     parts = {
         "machine": {"machine": provenance.get("hardware")},
         "model": {"fingerprint": (provenance.get("model") or {}).get("fingerprint"), "model": config.get("model")},
-        "traffic": {"workload": config.get("workload"), "seed": run["seed"]},
+        "traffic": {"workload": config.get("workload"), "seed": run["seed"], **traffic_content(run)},
         "clock": {"clock": run["clock"]},
     }
     return parts.get(what, {})

@@ -54,6 +54,7 @@ class Arm:
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
+        """Medians over its trials, by flat name (`ttft_s.p50`), as in summary.json."""
         found: Mapping[str, float | None] = self.entry["metrics"]
         return found
 
@@ -65,12 +66,14 @@ class Arm:
 
     @property
     def config(self) -> Mapping[str, Any]:
+        """Of its first trial; as it was planned where none is recorded."""
         if self.trials:
             return dict(self.trials[0].run["config"])
         return dict(self.plan.get("config") or {})
 
     @property
     def emulated(self) -> list[str]:
+        """What any of its trials was labelled with, each once."""
         return list(dict.fromkeys(str(note) for trial in self.trials for note in trial.run["emulated"] or []))
 
     @property
@@ -84,8 +87,8 @@ class Arm:
 
     @property
     def warnings(self) -> dict[str, list[int]]:
-        """Validity warning -> the trials that carry it."""
-        found: dict[str, list[int]] = {}
+        """Validity warning, or one of its pairs -> the trials that carry it."""
+        found: dict[str, list[int]] = {text: list(numbers) for text, numbers in self.entry["warnings"].items()}
         for trial in self.trials:
             for text in trial.run["validity"]:
                 found.setdefault(str(text), []).append(trial.run["trial"])

@@ -20,7 +20,7 @@ def phase_rates(trial: TrialRecord) -> tuple[float, float] | None:
     prefilled = [tokens for tokens in trial.table("steps", ("prefill_tokens",))[0].to_pylist() if tokens]
     if prefilled != [prompt_tokens] or any(len(set(requests[name].to_pylist())) != 1 for name in EQUAL):
         return None
-    ttft, itl = (trial.run["metrics"][name]["p50"] for name in ("ttft_s", "itl_s"))
+    ttft, itl = ((trial.run["metrics"].get(name) or {}).get("p50") for name in ("ttft_s", "itl_s"))
     return (prompt_tokens / ttft, requests.num_rows / itl) if ttft and itl else None
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from harness.metrics import Window
 from harness.records import TrialRecord
 from harness.report.sampling import Indices, ranks
 from harness.report.work import COLUMNS, Work, step_work, summed
+from harness.window import Window
 
 PHASES = ("schedule", "prepare", "attention", "forward", "sample", "propose", "commit")
-COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens")
+COUNTS = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens", "emitted_tokens")
 STEP_COLUMNS = (*(f"{phase}_s" for phase in PHASES), *COUNTS, *(name for name in COLUMNS if name not in COUNTS))
 REQUEST_COLUMNS = ("finish_reason", "intended_s", "emission_times_s", "emission_tokens")
 DISTRIBUTIONS = ("ttft_s", "itl_s", "e2e_s")
@@ -44,7 +44,7 @@ class TrialFigures:
 
     attention_known: every step told its attention apart. decode: None where no step decodes and prefills nothing, or
     one of these did not tell its attention apart. decode_rate: tokens a second that a sequence gets in such steps.
-    work: by kind of step.
+    own_tokens: that no draft gave, None where a step did not tell what it emitted. work: by kind of step.
     """
 
     trial: int
@@ -57,6 +57,7 @@ class TrialFigures:
     decode_rate: float | None
     draft_tokens: int
     accepted_tokens: int
+    own_tokens: int | None
     work: Mapping[str, Work]
 
 
@@ -99,12 +100,12 @@ def curve(pool: Sequence[Floats], points: int) -> Curve:
 def latencies(trial: TrialRecord) -> dict[str, Floats]:
     """`DISTRIBUTIONS` as its percentiles count them: a failed request's TTFT and E2E are inf, a rejected one has none.
 
-    By the definitions of `harness.metrics`, all requests at once instead of one after the other.
+    By the definitions of `harness.latencies`, all requests at once instead of one after the other.
     """
     table = trial.table("requests", REQUEST_COLUMNS)
     t0, reasons = _floats(table["intended_s"]), np.array(table["finish_reason"].to_pylist(), object)
     (times, lengths), (tokens, _) = (_lists(table[name]) for name in ("emission_times_s", "emission_tokens"))
-    window = Window(*(trial.run["window"][name] for name in ("rule", "start_s", "end_s")))
+    window = Window(*(trial.run["window"].get(name) for name in ("rule", "start_s", "end_s")))
     counted = (window.holds(t0) if window.rule == "timed" else np.ones(len(t0), bool)) & (reasons != "rejected")
     request = np.repeat(np.arange(len(t0)), lengths)  # of each emission
     num_tokens = np.bincount(request, tokens, len(t0))
@@ -126,7 +127,14 @@ def step_columns(trial: TrialRecord, names: Sequence[str]) -> dict[str, Floats]:
     return {name: _floats(table[name]) for name in names}
 
 
+def own_tokens(steps: Mapping[str, Floats]) -> Floats:
+    """By step: what the target itself chose. Behind the accepted drafts of a sequence that is one, recovered where a
+    draft was rejected and a bonus where none was, and of a prompt its first; NaN where the emitted are not known."""
+    return steps["emitted_tokens"] - steps["accepted_tokens"]
+
+
 def step_figures(trial: TrialRecord) -> TrialFigures:
+    """Of the steps alone: nothing of its requests is read."""
     steps = step_columns(trial, STEP_COLUMNS)
     length = steps["end_s"] - steps["start_s"]
     seen = (steps["prefill_tokens"] == 0) & (steps["decode_tokens"] > 0)
@@ -135,6 +143,7 @@ def step_figures(trial: TrialRecord) -> TrialFigures:
     if seen.any() and not np.isnan(decoding["attention_s"]).any():
         columns = (decoding["attention_s"], decoding["forward_s"], length[seen], decoding["decode_tokens"])
         means = DecodeMeans(*(_mean(column) for column in columns))
+    own = own_tokens(steps)
     return TrialFigures(
         trial=int(trial.run["trial"]),
         num_steps=len(length),
@@ -146,6 +155,7 @@ def step_figures(trial: TrialRecord) -> TrialFigures:
         decode_rate=_decode_rate(decoding),
         draft_tokens=int(np.nansum(steps["draft_tokens"])),
         accepted_tokens=int(np.nansum(steps["accepted_tokens"])),
+        own_tokens=None if np.isnan(own).any() else int(own.sum()),
         work=summed(step_work(steps)),
     )
 

@@ -34,6 +34,13 @@ def error_bars(medians: Sequence[float | None], bounds: Sequence[Bounds], colour
     }
 
 
+def room(medians: Sequence[float], others: Sequence[float | None]) -> float:
+    """An axis' end, from 0: above the medians and their labels, and above the others unless these lie far away."""
+    highest = max(medians) or 1.0  # an axis on which all is 0 has a length all the same
+    furthest = max((value for value in others if value is not None and math.isfinite(value)), default=0.0)
+    return round(max(1.14 * highest, min(1.05 * furthest, 1.7 * highest)), 6)
+
+
 def bounds_text(bounds: Bounds, digits: int) -> str:
     low, high = bounds
     return MISSING if low is None or high is None else f"[{number(low, digits)}, {number(high, digits)}]"

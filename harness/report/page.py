@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from harness.report.charts import (
+    conditions,
     decode_step,
     gantt,
     interaction,
@@ -19,6 +23,7 @@ from harness.report.charts import (
     latency,
     linear_layers,
     load,
+    notices,
     operators,
     precision,
     prefix_reuse,
@@ -39,7 +44,7 @@ from harness.report.compare import browser_data
 from harness.report.compare_filter import tagged
 from harness.report.data import Report
 from harness.report.parts import Chart, percent
-from harness.report.tables import attributes, table, td
+from harness.report.tables import attributes, breakable, table, td
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -54,21 +59,27 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals.update(table=table, td=td, attributes=attributes)
+    environment.globals.update(table=table, td=td, attributes=attributes, breakable=breakable)
+    found = sections(report)
     return environment.get_template("page.html").render(
         study=str(report.plan.get("study") or report.record.path.name),
         baseline=report.baseline,
         level=percent(report.confidence, 0),
         command=report.plan.get("command"),
-        conditions=provenance.conditions(report),
+        conditions=conditions.conditions(report),
+        arms=report.arms,
         rows=verdict.rows(report),
         columns=verdict_columns.columns(report),
         headings=verdict_columns.headings(verdict_columns.columns(report)),
         trials=browser_data(report),
         metrics_table=verdict.metrics_table(report),
-        notices=provenance.notices(report),
-        signature=[tagged(chart, report.arms) for chart in (slots.chart(report), kv_memory.chart(report))],
-        sections=[(title, [tagged(chart, report.arms) for chart in charts]) for title, charts in sections(report)],
+        notices=notices.notices(report),
+        sections=[
+            (title, [tagged(chart, report.arms) for chart in drawn])
+            for title, charts in found
+            if (drawn := placed(charts))
+        ],
+        absent=[chart for _, charts in found for chart in charts if not chart.traces],
         details=[
             ("Trials", provenance.trials_table(report)),
             ("Equivalence of the arms' tokens", provenance.equivalence_table(report)),
@@ -82,9 +93,9 @@ def render(report: Report) -> str:
 
 
 def sections(report: Report) -> list[tuple[str, list[Chart]]]:
-    """After the first screen. Load and KV dtype are there only where these were swept, reuse where an arm shares
-    prefixes, interactions where arms combine what others change alone, operators where a trial was profiled, swaps
-    where an arm swapped.
+    """By their titles, in the page's order; what has no traces is only named, at its end. Load and KV dtype are there
+    only where these were swept, reuse where an arm shares prefixes, interactions where arms combine what others change
+    alone, operators where a trial was profiled, swaps where an arm swapped.
     """
     profiled = [operators.chart(report)] if operators.has_profiles(report) else []
     swept = [("Load", [load.chart(report)])] if load.sweeps(report) else []
@@ -94,6 +105,7 @@ def sections(report: Report) -> list[tuple[str, list[Chart]]]:
     combined = [("Interactions", [interaction.chart(report)])] if interaction.found(report) else []
     by_batch = [speculation_gain.chart(report)] if speculation_gain.lines(report) else []
     return [
+        ("Occupancy", [slots.chart(report), kv_memory.chart(report)]),
         *swept,
         *reused,
         ("Speed", [tradeoff.chart(report), step_time.chart(report)]),
@@ -104,6 +116,15 @@ def sections(report: Report) -> list[tuple[str, list[Chart]]]:
         ("Speculation", [speculation.chart(report), speedup.chart(report), *by_batch]),
         ("Requests and machine", [gantt.chart(report), *swapped, telemetry.chart(report)]),
     ]
+
+
+def placed(charts: Sequence[Chart]) -> list[Chart]:
+    """Those that show something, as they stand: two beside one another, and across the page what is wide or left."""
+    found: list[Chart] = []
+    for wide, group in groupby((chart for chart in charts if chart.traces), key=lambda chart: chart.wide):
+        *others, last = group
+        found += [*others, replace(last, wide=wide or len(others) % 2 == 0)]
+    return found
 
 
 def asset(name: str) -> Markup:

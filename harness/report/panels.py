@@ -64,10 +64,12 @@ def stack(heights_px: Sequence[int], titles: Sequence[str], span: Sequence[float
 
 
 def axis_name(index: int) -> str:
+    """What a trace calls the y axis of panel ``index``."""
     return "y" if index == 0 else f"y{index + 1}"
 
 
 def axis_key(index: int) -> str:
+    """What the layout calls it."""
     return "yaxis" if index == 0 else f"yaxis{index + 1}"
 
 

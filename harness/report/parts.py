@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,7 +41,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A Plotly figure with its words and numbers. Without ``traces`` the page says ``empty`` instead.
+    """A Plotly figure with its words and numbers. Without ``traces`` the page says no more of it than ``empty``.
+
+    ``wide``: it goes across the page, with no other beside it.
 
     ``title`` and ``note`` are plain text; strings inside ``traces`` and ``layout`` that come from records have gone
     through `label`. A value "@name" under a colour key stands for the page's CSS colour ``--name``.
@@ -55,13 +57,26 @@ class Chart:
     layout: dict[str, Any] = field(default_factory=dict)
     height: int = 340
     empty: str = ""
+    wide: bool = False
 
     @property
     def spec(self) -> str:
         """JSON that may stand inside a script element: no character of it can close the element."""
-        layout = {**self.layout, "height": self.height}
-        text = json.dumps({"data": list(self.traces), "layout": layout}, allow_nan=False, separators=(",", ":"))
+        figure = {"data": list(self.traces), "layout": {**self.layout, "height": self.height}}
+        try:
+            text = json.dumps(figure, allow_nan=False, separators=(",", ":"))
+        except ValueError:  # rare: a chart has taken a missing value over as it is
+            text = json.dumps(_finite(figure), allow_nan=False, separators=(",", ":"))
         return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """With null for every number that JSON has no name for."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def label(text: object, longest: int = 60) -> str:
@@ -89,7 +104,13 @@ def fixed(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
     return lambda value: number(value, digits, scale)
 
 
+def counted(count: int, what: str) -> str:
+    """`1 slot`, `1,024 slots`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def byte_size(value: float | None) -> str:
+    """`1.5 GB`, in powers of 1,000."""
     if value is None or not math.isfinite(value):
         return number(value)
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

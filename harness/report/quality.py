@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,14 @@ from harness.report.data import Arm
 from harness.report.intervals import INTERVAL_FROM, Bounds, beside
 from harness.report.parts import Cell, fixed, percent
 
+LOG_FROM = 50  # times as much as the least of an axis' values
+
 
 @dataclass(frozen=True)
 class Quality:
-    """A metric of what the numbers cost; ``from_zero``: the axis starts there."""
+    """A metric of what the numbers cost; ``from_zero``: the axis starts there; ``by_decades``: it is logarithmic where
+    arms lie far apart.
+    """
 
     metric: str
     shown: str
@@ -21,10 +25,18 @@ class Quality:
     unit: str = ""
     scale: float = 1.0
     from_zero: bool = False
+    by_decades: bool = False
 
     @property
     def axis(self) -> str:
         return f"{self.shown} ({self.unit})" if self.unit else self.shown
+
+    def scale_of(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        """Title and scale of its axis over these arms; a value of 0 is not to be found on a logarithmic one."""
+        values = [value for arm in arms if (value := arm.metrics.get(self.metric)) is not None and value > 0]
+        if self.by_decades and values and max(values) > LOG_FROM * min(values):
+            return {"title": {"text": f"{self.axis}, log"}, "type": "log", "dtick": 1, "exponentformat": "power"}
+        return {"title": {"text": self.axis}, **({"rangemode": "tozero"} if self.from_zero else {})}
 
     def bounds(self, arm: Arm) -> Bounds:
         """As recorded in the trial that measured it, where its texts are as many as trials would have to be."""
@@ -39,7 +51,7 @@ class Quality:
 
 EQUAL_OUTPUT = Quality("equivalence", "equal output", percent)
 DRAWN = (
-    Quality("perplexity", "perplexity", fixed(3)),
-    Quality("kl_vs_bf16", "KL to bf16", fixed(5), "nat", from_zero=True),
+    Quality("perplexity", "perplexity", fixed(3), by_decades=True),
+    Quality("kl_vs_bf16", "KL to bf16", fixed(5), "nat", from_zero=True, by_decades=True),
     Quality("top1_agreement", "top-1 agreement", percent, "%", 100.0),
 )

@@ -21,9 +21,15 @@ class Figure(Protocol):
 
 
 def attributes(figure: Figure) -> Markup:
+    """With which a script of the page finds the figure again, and its place in summary.json."""
     value = "" if figure.value is None else f' data-value="{figure.value}"'
     source = f' data-source="{escape(json.dumps(figure.source))}"' if figure.source else ""
     return Markup(value + source)
+
+
+def breakable(text: str, mark: str = "_") -> Markup:
+    """An arm's name or, with the mark ".", its settings: a line may end behind each mark."""
+    return escape(text).replace(mark, escape(mark) + Markup("<wbr>"))
 
 
 def td(cell: Cell) -> Markup:

@@ -8,16 +8,18 @@ from typing import Any
 
 import pandas as pd
 
+from harness.driven import Driven
+from harness.launches import launch_notes
 from harness.limits import Peaks, StepCost
 from harness.linear_stages import Record
 from harness.memory import PeakMemory
 from harness.quality import quality_of_arm
 from harness.steps import Tick
+from harness.telemetry.devices import cuda_uuids
 from harness.telemetry.options import TelemetryOptions
 from harness.telemetry.profiler import Profile
 from harness.warm_up import WarmUp
 from impls.models.source import ModelSource
-from impls.request import Request
 from impls.seams import StepStats, Target
 from workloads.stream import RequestStream
 
@@ -49,12 +51,20 @@ class SystemUnderTest(ABC):
         """What the machine could reach at best in this system's arithmetic."""
         return Peaks(None, None, "unknown")
 
+    def gpus(self) -> Sequence[Mapping[int, str]]:
+        """UUID by CUDA ordinal of the GPUs on which each of its processes holds memory."""
+        return [cuda_uuids()] if self.config["device"]["name"] == "cuda" else []
+
     @property
     def pids(self) -> Sequence[int]:
         """Processes beside this one that belong to it."""
         return ()
 
     # --- after it -----------------------------------------------------------------------------------------------------
+
+    def other_hosts(self) -> dict[str, Any]:
+        """What its record tells of machines other than this one."""
+        return {}
 
     @property
     def deaths(self) -> Mapping[str, str]:
@@ -70,14 +80,7 @@ class SystemUnderTest(ABC):
         return quality_of_arm(None, self.config, self.source, tick)
 
     def profile(
-        self,
-        sent: Sequence[Request],
-        requests: pd.DataFrame,
-        steps: pd.DataFrame,
-        options: TelemetryOptions,
-        *,
-        tick: Tick,
-        should_stop: Callable[[], bool],
+        self, seen: Driven, options: TelemetryOptions, *, tick: Tick, should_stop: Callable[[], bool]
     ) -> Profile:
         """As `telemetry.profiler.profile_steps`."""
         if options.profiler == "none":
@@ -86,9 +89,10 @@ class SystemUnderTest(ABC):
 
     def notes(self, requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
         """What else a reader of the record has to know, of whose tables these are."""
+        found = launch_notes(self.config, steps, self.speculation)
         limit = self.config["batching"].get("max_swapped_tokens")
         preempted, kept = int(steps["preempted"].sum()), int(steps["swapped_out"].sum())
-        if limit is None or preempted == kept:
-            return []
-        what = f"{preempted - kept} of {preempted} preempted sequences computed again what they had computed"
-        return [f"swap space full: {what} (batching.max_swapped_tokens={limit})"]
+        if limit is not None and preempted != kept:
+            what = f"{preempted - kept} of {preempted} preempted sequences computed again what they had computed"
+            found.append(f"swap space full: {what} (batching.max_swapped_tokens={limit})")
+        return found

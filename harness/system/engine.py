@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import pandas as pd
-
+from harness.driven import Driven
 from harness.engine_facts import engine_facts, time_linear_layers
 from harness.limits import Peaks, cost_of_step
 from harness.linear_stages import Record
@@ -22,12 +21,13 @@ from harness.warm_up import WarmUp, warm_up
 from impls.build import KV_DTYPES, kv_dtype_name
 from impls.engine import Engine
 from impls.models.source import ModelSource
-from impls.request import Request
 from impls.user_cache import cache_dir
 from workloads.stream import RequestStream
 
 
 class EngineUnderTest(SystemUnderTest):
+    """One engine in this process."""
+
     def __init__(self, engine: Engine, config: Mapping[str, Any], source: ModelSource) -> None:
         super().__init__(engine, config, source, PeakMemory(str(config["device"]["name"])))
         self._engine = engine
@@ -50,13 +50,6 @@ class EngineUnderTest(SystemUnderTest):
         return quality_of_arm(self._engine, self.config, self.source, tick)
 
     def profile(
-        self,
-        sent: Sequence[Request],
-        requests: pd.DataFrame,
-        steps: pd.DataFrame,
-        options: TelemetryOptions,
-        *,
-        tick: Tick,
-        should_stop: Callable[[], bool],
+        self, seen: Driven, options: TelemetryOptions, *, tick: Tick, should_stop: Callable[[], bool]
     ) -> Profile:
-        return profile_steps(self._engine, sent, requests, steps, options, tick=tick, should_stop=should_stop)
+        return profile_steps(self._engine, seen, options, tick=tick, should_stop=should_stop)

@@ -15,6 +15,8 @@ from workloads.stream import RequestStream
 
 
 class ForeignUnderTest(SystemUnderTest):
+    """What is no engine of this project: known by its weights, its kernels and what it emits."""
+
     def __init__(self, target: ForeignTarget, config: Mapping[str, Any], source: ModelSource) -> None:
         super().__init__(target, config, source, PeakMemory(str(config["device"]["name"])))
         self._foreign = target

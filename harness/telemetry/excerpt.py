@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from harness.driven import Driven
 from impls.request import Request
 
 
@@ -26,25 +25,21 @@ class Excerpt:
     joining: dict[int, list[Request]]
 
 
-def excerpt(
-    sent: Sequence[Request], requests: pd.DataFrame, steps: pd.DataFrame, *, count: int, at: float
-) -> Excerpt | None:
+def excerpt(seen: Driven, *, count: int, at: float) -> Excerpt | None:
     """At most ``count`` steps around the prompt whose step began nearest to ``at``: 0 is the first step, 1 the last.
-
-    ``requests``, ``steps``: the tables of a trial, ``sent`` their requests in the same order. None without a step.
-    """
-    starts = steps["start_s"].to_numpy(float)
+    None without a step."""
+    starts = seen.steps["start_s"].to_numpy(float)
     if not len(starts):
         return None
     count = min(count, len(starts))
     place = starts[0] + at * (starts[-1] - starts[0])
-    prompts = np.flatnonzero(steps["prefill_tokens"].to_numpy(float) > 0)
+    prompts = np.flatnonzero(seen.steps["prefill_tokens"].to_numpy(float) > 0)
     nearest = int(prompts[np.abs(starts[prompts] - place).argmin()]) if len(prompts) else 0
     first = int(np.clip(nearest - count // 2, 0, len(starts) - count))
     begin = starts[first]
     running: list[Request] = []
     joining: dict[int, list[Request]] = {}
-    for request, row in zip(sent, requests.to_dict("records"), strict=True):
+    for request, row in zip(seen.sent, seen.requests.to_dict("records"), strict=True):
         if row["scheduled_s"] < begin and not row["finished_s"] < begin:
             running.append(_prolonged(request, row, begin))
         elif row["scheduled_s"] >= begin:

@@ -13,6 +13,8 @@ MIN_INTERVAL_S = 0.1  # NVML renews the counters no faster; samples taken closer
 
 
 class Metric(NamedTuple):
+    """A reading's name and ``unit``; ``constant``: NVML's name of it, whose values are multiplied by ``scale``."""
+
     name: str
     constant: str
     unit: str
@@ -49,6 +51,7 @@ class Gpm:
 
     @staticmethod
     def supports(nvml: Any, device: Device) -> bool:
+        """False as well where driver or GPU do not know the question."""
         try:
             return bool(nvml.nvmlGpmQueryDeviceSupport(device.gpu).isSupportedDevice)
         except nvml.NVMLError:

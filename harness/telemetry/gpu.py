@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,20 @@ from harness.telemetry.sampler import Reading, Source
 class GpuSource(Source):
     """The CUDA devices of ``uuids`` (by ordinal) through ``nvml``, the `pynvml` module or a fake of it in tests.
 
+    processes: how many of our own compute on a device, by ordinal; 1 where it is not named.
     ``gpuN`` is CUDA's device N. On a MIG instance, memory, processes and activity are the instance's; clocks, their
     event reasons and the temperature are those of the GPU that it shares; power, energy, utilisation and PCIe traffic
     belong to the GPU as a whole, and are null. Errors: NVMLError without a driver.
     """
 
-    def __init__(self, nvml: Any, uuids: Mapping[int, str], environment: Mapping[str, str] = os.environ) -> None:
-        self._nvml = nvml
+    def __init__(
+        self,
+        nvml: Any,
+        uuids: Mapping[int, str],
+        environment: Mapping[str, str] = os.environ,
+        processes: Mapping[int, int] | None = None,
+    ) -> None:
+        self._nvml, self._processes = nvml, processes or {}
         # A driver too old for a function makes some of the binding's calls raise an error that is no NVMLError.
         self._refusals = (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
         self._not_available = {nvml.NVML_VALUE_NOT_AVAILABLE_uint.value, nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value}
@@ -40,7 +48,7 @@ class GpuSource(Source):
 
     def read(self) -> Sequence[Reading]:
         """Every GPU's counters first, at the time that the round is stamped with: for its activity one may wait."""
-        fields = [(ordinal, field) for ordinal, device in self._devices.items() for field in self._fields(device)]
+        fields = [(i, field) for i, device in self._devices.items() for field in self._fields(i, device)]
         for ordinal, device in self._devices.items():
             fields += [(ordinal, field) for field in self._activity(ordinal, device)]
         return [Reading(f"gpu{ordinal}", *field) for ordinal, field in fields]
@@ -50,7 +58,7 @@ class GpuSource(Source):
             gpm.close()
         self._nvml.nvmlShutdown()
 
-    def _fields(self, device: Device) -> Sequence[tuple[str, float | None, str]]:
+    def _fields(self, ordinal: int, device: Device) -> Sequence[tuple[str, float | None, str]]:
         nvml, ask, one, gpu = self._nvml, self._ask, device.handle, device.gpu
         whole = self._ask if device.gpu_instance is None else _nothing
         return (
@@ -63,7 +71,7 @@ class GpuSource(Source):
             ("memory_clock_hz", ask(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM), 1e6), "Hz"),
             ("temperature_c", ask(lambda: self._temperature(gpu)), "C"),
             ("throttle_reasons", ask(lambda: self._throttle_reasons(gpu)), "bits"),
-            ("other_processes", ask(lambda: self._others(one)), "1"),
+            ("other_processes", ask(lambda: self._others(ordinal, one)), "1"),
         )
 
     def _activity(self, ordinal: int, device: Device) -> Sequence[tuple[str, float | None, str]]:
@@ -96,13 +104,13 @@ class GpuSource(Source):
         except nvml.NVMLError_FunctionNotFound:  # a driver before 535 has the same bits under their old name
             return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
 
-    def _others(self, device: Any) -> int | None:
-        """Processes computing on the device beside this one, as far as NVML shows them to this container."""
+    def _others(self, ordinal: int, device: Any) -> int | None:
+        """Processes computing on the device beside our own, as far as NVML shows them to this container."""
         pids = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(device)}
         if not pids:
-            return None  # this process computes there too: they are hidden, not absent
-        # In a container some drivers tell the host's pids; one of those is then this process.
-        return len(pids) - 1
+            return None  # we compute there too: they are hidden, not absent
+        # In a container some drivers tell the host's pids; ours are among those.
+        return max(0, len(pids) - self._processes.get(ordinal, 1))
 
     def _ask(self, field: Callable[[], float | None], scale: float = 1.0) -> float | None:
         try:
@@ -116,11 +124,16 @@ def _nothing(field: Callable[[], float | None], scale: float = 1.0) -> None:
     """What a MIG instance has no reading of its own for."""
 
 
-def gpu_source() -> GpuSource | None:
-    """The GPUs on which this process holds memory; None where there is no NVML library or it finds no driver."""
+def gpu_source(held: Sequence[Mapping[int, str]] | None = None) -> GpuSource | None:
+    """The GPUs on which our processes hold memory; None where there is no NVML library or it finds no driver.
+
+    held: as `cuda_uuids` gives it, of each process; None: of this one.
+    """
     import pynvml
 
+    held = [cuda_uuids()] if held is None else held
+    uuids = {ordinal: uuid for one in held for ordinal, uuid in one.items()}
     try:
-        return GpuSource(pynvml, cuda_uuids())
+        return GpuSource(pynvml, uuids, processes=Counter(ordinal for one in held for ordinal in one))
     except pynvml.NVMLError:
         return None

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -58,11 +59,14 @@ class HostSource(Source):
     """CPU use of the whole host (100 % is every core), its load average and its available memory."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent()
+        self._told = psutil.cpu_times()  # psutil.cpu_percent() begins anew, with 0, in each thread that asks
 
     def read(self) -> Sequence[Reading]:
+        before, self._told = self._told, psutil.cpu_times()
+        shares = cpu_shares(before, self._told)
+        busy = [] if shares is None else [Reading("host", "cpu_percent", shares["busy"], "%")]
         return (
-            Reading("host", "cpu_percent", psutil.cpu_percent(), "%"),
+            *busy,
             Reading("host", "load_1m", psutil.getloadavg()[0], "1"),
             Reading("host", "available_bytes", float(psutil.virtual_memory().available), "B"),
         )
@@ -72,11 +76,19 @@ def host_load() -> dict[str, float]:
     """For the provenance: what the host was doing just now. ``steal_percent`` is null where the kernel has none."""
     before = psutil.cpu_times()
     time.sleep(0.2)
-    spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
-    share = dict(zip(before._fields, spent, strict=True))
-    total = sum(spent) or 1.0  # the kernel counts in ticks: 0.2 s may hold none on an idle virtual machine
-    idle = share["idle"] + share.get("iowait", 0.0)
-    load = {"load_1m": psutil.getloadavg()[0], "cpu_percent": 100.0 * (1.0 - idle / total) if sum(spent) else 0.0}
-    if "steal" in share:
-        load["steal_percent"] = 100.0 * share["steal"] / total
-    return load
+    shares = cpu_shares(before, psutil.cpu_times()) or {"busy": 0.0}  # no tick in 0.2 s: an idle virtual machine
+    load = {"load_1m": psutil.getloadavg()[0], "cpu_percent": shares["busy"]}
+    return load | ({"steal_percent": shares["steal"]} if "steal" in shares else {})
+
+
+def cpu_shares(before: Any, now: Any) -> dict[str, float] | None:
+    """Percent of all cores' time between two of psutil's `cpu_times`, by what the kernel counts, and ``busy``: all but
+    idle time and waiting for a disk. None: the kernel counts in ticks, and there was none.
+    """
+    named = [name for name in before._fields if not name.startswith("guest")]  # these are part of user time
+    spent = {name: max(0.0, getattr(now, name) - getattr(before, name)) for name in named}
+    total = sum(spent.values())
+    if total <= 0:
+        return None
+    shares = {name: 100.0 * seconds / total for name, seconds in spent.items()}
+    return shares | {"busy": 100.0 - shares["idle"] - shares.get("iowait", 0.0)}

@@ -22,14 +22,16 @@ OPEN = (HOST, ELEMENTWISE, SAMPLING, DRAFTING)  # in which a range may begin ano
 
 # For what runs in no range of a group: operators inside a compiled model, kernels of a CUDA graph. First match counts.
 OPERATORS = (
-    (re.compile(r"^impls::linear$|^aten::(linear|matmul|mm|addmm|_int_mm|_scaled_mm)$"), LINEAR),
     (re.compile(r"^impls::attend$"), HOST),  # its parts have ranges
-    (re.compile(r"^aten::embedding$"), EMBEDDING),
+    (re.compile(r"^impls\w*::(linear\w*|\w+_mm)$"), LINEAR),
+    (re.compile(r"^aten::(linear|matmul|mm|addmm|_int_mm|_scaled_mm|_weight_int[48]pack_mm\w*)$"), LINEAR),
+    (re.compile(r"^impls\w*::rows_\w+$|^aten::embedding$"), EMBEDDING),
     (re.compile(r"^Torch-Compiled Region|CompiledFxGraph|^triton_|fused"), ELEMENTWISE),
 )
 KERNELS = (
     (re.compile(r"attention|merge_splits|flash|fmha", re.I), ATTENTION),
     (re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|_mm_", re.I), LINEAR),
+    (re.compile(r"linear_kernel|add_splits|(quantize|rescale)_rows"), LINEAR),  # those of `impls.precision`
     (re.compile(r"index_put|scatter", re.I), KV_WRITE),
     (re.compile(r"embedding|index_?select|gather", re.I), EMBEDDING),
     (re.compile(r"elementwise|norm|silu|reduce|triton_|catarray|copy", re.I), ELEMENTWISE),

@@ -16,15 +16,15 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, kineto_available, profile
 
+from harness.driven import Driven
 from harness.linear_stages import packed_layers
 from harness.steps import Tick
 from harness.telemetry.compiled_layers import layer_ranges
@@ -36,7 +36,6 @@ from harness.texts import one_line
 from impls.engine import Engine
 from impls.execution.compiled import CompiledExecutor
 from impls.models.llama import LlamaModel
-from impls.request import Request
 
 KINDS = ("prefill", "decode")  # a step with prompt positions in it, and one without
 SETTLE_S = 30.0  # what recomputing the contexts may take; then the profile begins with what is there
@@ -58,25 +57,18 @@ class Profile:
 
 
 def profile_steps(
-    engine: Engine,
-    sent: Sequence[Request],
-    requests: pd.DataFrame,
-    steps: pd.DataFrame,
-    options: TelemetryOptions,
-    *,
-    tick: Tick,
-    should_stop: Callable[[], bool],
+    engine: Engine, seen: Driven, options: TelemetryOptions, *, tick: Tick, should_stop: Callable[[], bool]
 ) -> Profile:
     """Run some steps of a finished trial again, as ``options`` ask, and profile them.
 
-    ``engine`` has ended all requests, and has ended all of these when this returns. sent, requests, steps: as `excerpt`
-    takes them. Whatever hinders it is one line of `warnings`: what has been measured is not lost to it.
+    ``engine`` has ended all requests, and has ended all of these when this returns. Whatever hinders it is one line of
+    `warnings`: what has been measured is not lost to it.
     """
     if options.profiler == "none":
         return Profile()
     if not kineto_available():
         return Profile(warnings=("telemetry.profiler=torch: no profile, this torch was built without Kineto",))
-    scene = excerpt(sent, requests, steps, count=options.profiler_steps, at=options.profiler_at)
+    scene = excerpt(seen, count=options.profiler_steps, at=options.profiler_at)
     if scene is None:
         return Profile(warnings=("telemetry.profiler=torch: no profile, the trial has no step",))
     engine.depth = 1  # one after another: what a thread of its own runs would be in no step
@@ -91,7 +83,7 @@ def profile_steps(
         engine.close()
     for number, (event, kind) in enumerate(zip(step_ranges(trace), kinds, strict=True), scene.first):
         event["name"] = f"step {number} ({kind or 'nothing to run'})"
-    again = steps.iloc[scene.first : scene.first + scene.count]
+    again = seen.steps.iloc[scene.first : scene.first + scene.count]
     is_prefill = again["prefill_tokens"].to_numpy(float) > 0
     lengths = (again["end_s"] - again["start_s"]).to_numpy(float)
     summary = {

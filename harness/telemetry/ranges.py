@@ -2,8 +2,8 @@
 
 Each wraps a method of one object and is taken off again, so that an engine that is not profiled enters none. The C
 kernels of `impls.native`, which a profiler cannot see, lie inside such a range. Under `torch.compile` and in a CUDA
-graph none can be entered in a layer: their steps have phases, attention and K/V writes (`compiled_layers` finds the
-layers of the former afterwards, on a CPU).
+graph none can be entered in a layer: their steps have phases, attention, K/V writes and the head (`compiled_layers`
+finds the layers of the former afterwards, on a CPU).
 """
 
 # mypy: allow-untyped-calls
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+import impls.engine
 from harness.linear_stages import packed_layers
 from harness.telemetry.operators import ATTENTION, ELEMENTWISE, EMBEDDING, HEAD, KV_WRITE, LINEAR
 from impls.engine import Engine
@@ -51,13 +52,13 @@ def ranges(engine: Engine) -> Iterator[Open]:
 
         wrap(engine.scheduler, "schedule", "schedule")
         wrap(engine, "_swap", "swap")
-        wrap(engine, "_prepare", "prepare")
+        wrap(impls.engine, "prepare", "prepare")
         wrap(engine.executor, "execute", "forward")
-        wrap(engine, "_decode", "sample")
+        wrap(engine.runner, "decode", "sample")
         wrap(engine, "_commit", "commit")
         if engine.proposer is not None:
             wrap(engine.proposer, "observe", "propose")
-            wrap(engine, "_propose", "propose")
+            wrap(engine.drafting, "propose", "propose")
         executors = [each for each in (engine.executor, engine.draft_executor) if each is not None]
         modules = set()
         for executor in executors:
@@ -66,9 +67,11 @@ def ranges(engine: Engine) -> Iterator[Open]:
             if isinstance(executor, EagerExecutor):
                 wrap(executor.storage, "write", KV_WRITE)
             model = executor.model
-            if isinstance(executor, CompiledExecutor) or not isinstance(model, LlamaModel):
-                continue  # what is traced must stay as it was, or it would be compiled anew
+            if not isinstance(model, LlamaModel):
+                continue
             wrap(model, "logits", HEAD)
+            if isinstance(executor, CompiledExecutor):
+                continue  # what is traced must stay as it was, or it would be compiled anew
             wrap(model.head_method, "rows", EMBEDDING)
             modules.add(type(model).__module__)
             _tell_layers(stack, executor, model, open_range)

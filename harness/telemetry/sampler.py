@@ -23,6 +23,8 @@ class Reading(NamedTuple):
 
 
 class Source(Protocol):
+    """Something that is read a few times a second, in the sampler's thread."""
+
     def read(self) -> Sequence[Reading]:
         """What can be read now; a field that is not renewed at every round may be left out of some."""
         ...

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from impls import native
+from impls.gpu import why_no_triton
 
 
 def resolve_attention(device: torch.device | str) -> str:
-    """Name of the fastest option that runs on ``device``: triton on CUDA; on a CPU native where its kernels build."""
-    if torch.device(device).type == "cuda":
-        return "triton" if importlib.util.find_spec("triton") else "sdpa"
+    """Name of the fastest option that runs on ``device``: triton on a GPU that it runs on; on a CPU native where its
+    kernels build."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return "sdpa" if why_no_triton(device) else "triton"
     return "native" if native.available() else "sdpa"

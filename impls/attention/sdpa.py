@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from impls.seams import KV_SCALE_BYTES, AttentionBackend, LayerCache, ModelShape, StepBatch, values_and_scales
+from impls.upload import upload
 
 MAX_PACKED_QUERIES = 16  # more queries than this fill a call on their own, and then a causal call beats a mask
 MIN_GROUP = 8  # measured on 2 cores: below this a further call costs more than the padding that it saves
@@ -81,7 +82,7 @@ class SDPAAttention(AttentionBackend):
         keys = torch.arange(kv_len, device=self.device)
         if group.blocks is None:
             # Padding repeats position 0, which is written: a masked key still meets 0 * NaN in the values.
-            index = torch.tensor(members, device=self.device)
+            index = upload(members, self.device)
             keys_or_first = torch.where(keys < batch.seq_lens[index, None], keys, 0)
             blocks = batch.block_table[index].long().gather(1, keys_or_first // batch.block_size)
             group.slots = (blocks * batch.block_size + keys_or_first % batch.block_size).view(-1)
@@ -94,7 +95,7 @@ class SDPAAttention(AttentionBackend):
         first = starts[members[0]]
         if [starts[i] for i in members] == list(range(first, first + len(members) * query_len, query_len)):
             return slice(first, first + len(members) * query_len)
-        base = torch.tensor([starts[i] for i in members], device=self.device)
+        base = upload([starts[i] for i in members], self.device)
         return (base[:, None] + torch.arange(query_len, device=self.device)).view(-1)
 
     # --- once a layer -------------------------------------------------------------------------------------------------

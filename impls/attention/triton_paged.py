@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from impls.gpu import why_no_triton
 from impls.seams import Arm, AttentionBackend, LayerCache, ModelShape, StepBatch, values_and_scales
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-SPLIT_PROGRAMS = 128  # a decode step of fewer sequences x KV heads than this leaves a large GPU idle: split its keys
+# A step of fewer query blocks x KV heads leaves a large GPU idle: its keys are split. Not those of prompts: partial
+# outputs of more queries a sequence cost more than they save.
+SPLIT_PROGRAMS = 128
+MAX_SPLIT_QUERIES = 16
+
+Scratch = tuple[Tensor, Tensor, Tensor] | None  # partial outputs, maxima and sums of what is split
 
 
 class TritonAttention(AttentionBackend):
-    """One kernel for every step; a step of single-token queries of few sequences splits each sequence's keys.
+    """One kernel for every step; one of few sequences that decode or verify drafts splits each sequence's keys.
 
-    Launches depend on shapes and on the host's ``query_lens`` only, never on lengths that live on the device, so a CUDA
-    graph captured for a decode batch replays for any lengths. Every stride is passed: caches may be views.
+    Launches depend on shapes and on what the host knows (``query_lens``, and which ``kv_lens`` are 0: padding), never
+    on lengths that live on the device, so a CUDA graph captured for a decode batch replays for any lengths. Every
+    stride is passed: caches may be views.
     """
 
     reads_scaled = "reads 8-bit K/V in place"
 
     def __init__(self, shape: ModelShape, device: torch.device, num_splits: int = 16) -> None:
-        """num_splits: into how many parts a decode step of few sequences cuts its keys, a power of two; 1 never does,
-        and then a sequence's output does not depend on how many others share the step."""
+        """num_splits: into how many parts a step of few sequences cuts its keys, a power of two; 1 never does, and then
+        a sequence's output does not depend on how many others share the step."""
         super().__init__(shape, device)
         self.num_splits = num_splits
         self._kernels = _kernels()
         self.group = shape.num_heads // shape.num_kv_heads
-        self.max_split_seqs = max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
-        self._scratch: tuple[Tensor, Tensor, Tensor] | None = None
+        self._compiled = False
+        self._splits = 0
+        self._scratch: Scratch = None
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -44,29 +51,64 @@ class TritonAttention(AttentionBackend):
             reasons.append(f"attention.num_splits={num_splits} must be a power of two")
         if arm.device != "cuda":
             reasons.append("needs CUDA (set TRITON_INTERPRET=1 only for tests)")
-        elif importlib.util.find_spec("triton") is None:
-            reasons.append("needs the package triton, which is not installed")
+        elif why := why_no_triton(torch.device(arm.device)):
+            reasons.append(why)
         return reasons
 
     def prepare(self, batch: StepBatch) -> None:
-        self._batch = batch
-        few = batch.max_query_len == 1 and len(batch.query_lens) <= self.max_split_seqs
-        self._splits = self.num_splits if few else 1
-        if self._splits > 1 and self._scratch is None:
-            self._scratch = self._new_scratch()
-
-    def _new_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial outputs, maxima and sums at their largest, once: a captured graph keeps their addresses."""
-        parts = (self.max_split_seqs, self.shape.num_heads, self.num_splits)
-        with torch.inference_mode(False):
-            return (
-                torch.empty(*parts, self.shape.head_dim, device=self.device),
-                torch.empty(parts, device=self.device),
-                torch.empty(parts, device=self.device),
-            )
+        self._batch, self._splits, self._scratch = batch, 0, None
 
     def forward(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache, layer: int) -> Tensor:
-        batch, splits = self._batch, self._splits
+        if q.is_cuda and not self._compiled:
+            self._compiled = True
+            self.compile_variants(q, k_cache, v_cache)
+        if not self._splits:  # the first layer of a step; in a captured graph the scratch is in the graph's own memory
+            self._splits = self.splits_of(self._batch, q.element_size())
+            self._scratch = self._new_scratch(len(q), self._splits)
+        return self._launch(self._batch, self._splits, self._scratch, q, k_cache, v_cache)
+
+    def splits_of(self, batch: StepBatch, element_bytes: int) -> int:
+        """Into how many parts the keys of each of its sequences are cut; element_bytes: of q."""
+        longest = batch.max_query_len
+        if longest > MAX_SPLIT_QUERIES:
+            return 1
+        block_q = tile(longest, self.group, self.shape.head_dim, element_bytes)[0] // self.group
+        real = (queries for queries, keys in zip(batch.query_lens, batch.kv_lens, strict=True) if keys)
+        programs = self.shape.num_kv_heads * sum(-(-queries // block_q) for queries in real)
+        return self.num_splits if programs <= SPLIT_PROGRAMS else 1
+
+    def compile_variants(self, q: Tensor, k_cache: LayerCache, v_cache: LayerCache) -> None:
+        """Of the kernels, all that a step with such tensors may need: a step of no keys each."""
+        seen = set()
+        for queries in range(1, MAX_SPLIT_QUERIES + 2):
+            for splits in (1, self.num_splits if queries <= MAX_SPLIT_QUERIES else 1):
+                variant = (tile(queries, self.group, self.shape.head_dim, q.element_size()), splits)
+                if variant in seen:
+                    continue
+                seen.add(variant)
+                rows = torch.empty_strided((queries, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device)
+                scratch = self._new_scratch(queries, splits)
+                self._launch(_without_keys(queries, self._batch), splits, scratch, rows, k_cache, v_cache)
+
+    def _new_scratch(self, num_tokens: int, splits: int) -> Scratch:
+        if splits == 1:
+            return None
+        parts = (num_tokens, self.shape.num_heads, splits)
+        return (
+            torch.empty(*parts, self.shape.head_dim, device=self.device),
+            torch.empty(parts, device=self.device),
+            torch.empty(parts, device=self.device),
+        )
+
+    def _launch(
+        self,
+        batch: StepBatch,
+        splits: int,
+        scratch: Scratch,
+        q: Tensor,
+        k_cache: LayerCache,
+        v_cache: LayerCache,
+    ) -> Tensor:
         (k, k_scale), (v, v_scale) = values_and_scales(k_cache), values_and_scales(v_cache)
         if fp8 := k.dtype == torch.float8_e4m3fn:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
@@ -79,7 +121,7 @@ class TritonAttention(AttentionBackend):
             return out
         block_m, block_n, warps = tile(batch.max_query_len, self.group, head_dim, q.element_size())
         block_q = block_m // self.group
-        target, maxima, sums = (out, out, out) if splits == 1 else self._scratch or self._new_scratch()
+        target, maxima, sums = scratch or (out, out, out)
         self._kernels.paged_attention_kernel[(num_tokens // block_q + num_seqs, self.shape.num_kv_heads, splits)](
             q,
             k,
@@ -136,15 +178,35 @@ class TritonAttention(AttentionBackend):
 def tile(max_query_len: int, group: int, head_dim: int, element_bytes: int) -> tuple[int, int, int]:
     """Rows (query tokens x heads of a KV head), keys and warps of one program.
 
-    A tensor-core product needs 16 rows. Prefill takes more, so that a tile of keys serves more queries; wide or FP32
-    tiles are kept small enough for the 100 KB of shared memory that a block has on consumer devices.
+    A tensor-core product needs 16 rows. Where these do not hold a sequence's queries there are more, so that a tile of
+    keys serves more of them; wide or FP32 tiles are kept small enough for the 100 KB of shared memory that a block has
+    on consumer devices.
     """
     wide = head_dim * element_bytes > 256
-    rows = 16 if max_query_len == 1 else 32 if wide else 64
+    rows = 16 if max_query_len == 1 or max_query_len * group <= 16 else 32 if wide else 64
     return max(rows, next_power_of_2(group)), 32 if wide else 64, 4
 
 
+def _without_keys(queries: int, like: StepBatch) -> StepBatch:
+    """A step of one sequence, with tensors as those of ``like``."""
+    rows = torch.zeros(queries, dtype=torch.int64, device=like.query_start.device)
+    none = rows[:1].to(torch.int32)
+    return StepBatch(
+        input_ids=rows,
+        positions=rows,
+        slot_mapping=rows - 1,
+        query_start=torch.cat((none, none + queries)),
+        seq_lens=none,
+        block_table=none.view(1, 1),
+        logits_indices=rows[:0],
+        query_lens=[queries],
+        kv_lens=[0],
+        block_size=like.block_size,
+    )
+
+
 def next_power_of_2(n: int) -> int:
+    """``n`` itself if it is one."""
     return 1 << (n - 1).bit_length()
 
 

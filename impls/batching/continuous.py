@@ -220,9 +220,7 @@ def option_reasons(
     if order not in ORDERS:
         reasons.append(f"batching.order={order}: must be one of {', '.join(ORDERS)}")
     if not _is_number(ageing) or not 0 < ageing < float("inf"):
-        reasons.append(
-            f"batching.ageing_tokens_per_s={ageing}: must be a finite number above 0, or long prompts starve"
-        )
+        reasons.append(f"batching.ageing_tokens_per_s={ageing}: must be a finite number above 0, or somebody starves")
     if not _is_number(watermark) or not 0 <= watermark < 1:
         reasons.append(f"batching.watermark={watermark}: must be a share of the blocks, at least 0 and below 1")
     return reasons

@@ -14,6 +14,7 @@ from impls.seams import KVCacheManager
 LONGEST_PREFIX_FIRST = "longest_prefix_first"
 ORDERS = ("fcfs", "shortest_first", "priority", LONGEST_PREFIX_FIRST)
 LOOK_AHEAD = 128  # so many of the oldest are looked up in the cache whenever one may join (as SGLang limits it)
+CLASS_TOKENS = 10_000  # what a class of priority counts as, in tokens of a prompt
 Rank = Callable[[Sequence, float], float]
 
 
@@ -22,11 +23,12 @@ def ranking(order: str, ageing_tokens_per_s: float) -> Rank:
 
     shortest_first: by prompt tokens, less ``ageing_tokens_per_s`` for each second of waiting. As everybody ages alike,
     that is the same as adding them up to the arrival once, and the order of two never changes; whoever arrives (longest
-    prompt / ageing) seconds after a request stays behind it, so nobody starves. priority: `Request.priority`, strictly:
-    a class waits for as long as more urgent ones keep coming (as in vLLM).
+    prompt / ageing) seconds after a request stays behind it, so nobody starves. priority: by `Request.priority`, whose
+    classes are `CLASS_TOKENS` apart and age alike: (`CLASS_TOKENS` / ageing) seconds of waiting make up for one of them
+    (vLLM's are strict: there a class waits for as long as more urgent ones keep coming).
     """
     if order == "priority":
-        return lambda sequence, now_s: sequence.request.priority
+        return lambda sequence, now_s: CLASS_TOKENS * sequence.request.priority + ageing_tokens_per_s * now_s
     return lambda sequence, now_s: sequence.num_prompt_tokens + ageing_tokens_per_s * now_s
 
 

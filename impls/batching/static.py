@@ -22,6 +22,9 @@ class StaticBatching(QueueScheduler):
     finished becomes a dead row: it recomputes its last position in every step, keeps its row and its reservation and
     does not grow, until the last one finishes; then all is freed at once. ``running`` lists dead rows too.
 
+    Where others hold so much of the cache that the oldest does not fit (on a prefill worker, prompts that have not been
+    fetched yet), no batch starts before they have let go.
+
     A batch that outgrows the cache (only where a sequence does not reserve its whole length) preempts its youngest live
     sequence, which leaves it for a later batch; as that one need not wait for company, every batch finishes somebody.
     """
@@ -97,7 +100,7 @@ class StaticBatching(QueueScheduler):
             del self._deadline_s[seq_id]
 
     def next_event_s(self, now_s: float) -> float | None:
-        if self._running or not self._waiting:
+        if self._running or not self._next_members():
             return None
         return self._deadline_s[next(iter(self._waiting))]
 
@@ -107,9 +110,8 @@ class StaticBatching(QueueScheduler):
         return [self._running.get(seq_id) or self._dead[seq_id] for seq_id in held]
 
     def _form_batch(self, step: ScheduledStep, now_s: float) -> None:
-        if not self._waiting:
+        if not (members := self._next_members()):
             return
-        members = self._next_members()
         complete = len(members) == self.max_num_seqs or len(members) < len(self._waiting)
         if not complete and now_s < self._deadline_s[members[0].seq_id]:
             return
@@ -117,7 +119,7 @@ class StaticBatching(QueueScheduler):
         for member in members:
             seq_id = member.seq_id
             if not self._reserve(member, longest):
-                raise RuntimeError(f"the empty cache cannot hold a batch of {len(members)} x {longest} tokens")
+                raise RuntimeError(f"the cache cannot hold a batch of {len(members)} x {longest} tokens")
             self._seat(member)
             del self._deadline_s[seq_id]
             step.num_scheduled_tokens[seq_id] = member.num_tokens
@@ -125,7 +127,7 @@ class StaticBatching(QueueScheduler):
                 step.padding_tokens[seq_id] = longest - member.num_tokens
 
     def _next_members(self) -> list[Sequence]:
-        """The longest run from the front of the queue whose padded prompts fit the step and the empty cache."""
+        """The longest run from the front of the queue whose padded prompts fit the step and the cache."""
         longest = count = 0
         for sequence in islice(self._waiting.values(), self.max_num_seqs):
             padded = max(longest, sequence.num_tokens)

@@ -12,6 +12,7 @@ from impls.decoding import sampler
 from impls.decoding.counter_random import Purpose, position_keys
 from impls.request import Request, Sequence
 from impls.seams import Decoder, DraftTokens, NonFiniteLogitsError
+from impls.upload import upload
 
 
 class AutoregressiveDecoder(Decoder):
@@ -38,7 +39,8 @@ class AutoregressiveDecoder(Decoder):
         rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
         if rows:
             drawn = [requests[row] for row in rows]
-            probs = sampler.distribution(logits[rows], [request.sampling for request in drawn])
+            index = upload(rows, logits.device)
+            probs = sampler.distribution(logits[index], [request.sampling for request in drawn])
             keys = position_keys(drawn, [positions[row] for row in rows], Purpose.SAMPLE, logits.device)
-            tokens[rows] = torch.where(tokens[rows] < 0, -1, sampler.race(probs, keys))
+            tokens[index] = torch.where(tokens[index] < 0, -1, sampler.race(probs, keys))
         return tokens

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from impls.request import Request
+from impls.upload import upload
 
 
 class Purpose(IntEnum):
@@ -57,7 +58,7 @@ def position_keys(
     if isinstance(purposes, Purpose):
         purposes = [purposes] * len(requests)
     streams = [stream_key(r.sampling.seed, r.request_id) for r in requests]
-    keys, steps, uses = torch.tensor([streams, list(positions), list(purposes)], dtype=torch.int64).to(device)
+    keys, steps, uses = upload([streams, list(positions), list(purposes)], device)
     return _mix_(_mix_(keys + (steps + 1) * _GAMMA) + (uses + 1) * _GAMMA)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from impls.decoding import counter_random
-from impls.request import SamplingParams, Sequence
-from impls.seams import NonFiniteLogitsError
+from impls.request import SamplingParams
+from impls.upload import upload
 
 _FEW_LOGITS = 16384  # up to here one reduction that is not vectorised takes less than calling several that are
 _ARGMAX_BLOCK = 128  # two vectorised reductions: about a fifth of the time of torch.argmax over a long row on a CPU
@@ -36,42 +36,30 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(1, token).isfinite(), token, -1).squeeze(1)
 
 
-def target_ids(sequences: Seq[Sequence], rows: Seq[int], logits: Tensor) -> list[int]:
-    """The argmax of every row, on the host; ``rows`` is how many rows each sequence owns.
-
-    Raises NonFiniteLogitsError naming the sequences that own an unsound row: nothing was changed, so the others can be
-    decoded again without them.
-    """
-    ids: list[int] = argmax(logits).tolist()
-    if min(ids, default=0) < 0:
-        owners = [seq.seq_id for seq, n in zip(sequences, rows, strict=True) for _ in range(n)]
-        raise NonFiniteLogitsError(list(dict.fromkeys(o for o, token in zip(owners, ids, strict=True) if token < 0)))
-    return ids
-
-
 def distribution(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
     """FP32 [R, V]: what each row is sampled from. Temperature, then top-k, then top-p over what is left.
 
     Ties at the boundary of top-k and of top-p are all kept, so the result does not depend on a sort's order. Every
     temperature must be positive; a tiny one tends to uniform over the largest logits, without overflow.
     """
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device).unsqueeze(1)
+    device = logits.device
+    temperature = upload([p.temperature for p in params], device, torch.float32).unsqueeze(1)
     temperature.clamp_min_(torch.finfo(torch.float32).tiny)  # what is 0 in FP32 would make 0 / 0 of the largest logit
     scaled = (logits - logits.amax(1, keepdim=True)).div_(temperature)
     vocab = logits.shape[1]
     rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
     if rows:
-        counts = torch.tensor([params[i].top_k for i in rows], device=logits.device).unsqueeze(1)
-        largest = scaled[rows].topk(max(params[i].top_k for i in rows)).values
+        index, counts = upload(rows, device), upload([params[i].top_k for i in rows], device).unsqueeze(1)
+        largest = scaled[index].topk(max(params[i].top_k for i in rows)).values
         floor = torch.full_like(temperature, -torch.inf)
-        floor[rows] = largest.gather(1, counts - 1)
+        floor[index] = largest.gather(1, counts - 1)
         scaled.masked_fill_(scaled < floor, -torch.inf)
     probs = scaled.softmax(1)
     rows = [i for i, p in enumerate(params) if p.top_p < 1]
     if rows:
-        mass = torch.tensor([params[i].top_p for i in rows], dtype=torch.float64, device=logits.device).unsqueeze(1)
+        index, mass = upload(rows, device), upload([params[i].top_p for i in rows], device, torch.float64).unsqueeze(1)
         floor = torch.zeros_like(temperature)
-        floor[rows] = _nucleus_floor(probs[rows], mass, min(vocab, _NUCLEUS_GUESS))
+        floor[index] = _nucleus_floor(probs[index], mass, min(vocab, _NUCLEUS_GUESS))
         probs.masked_fill_(probs < floor, 0.0)
         # Rows without top-p keep their bits, whoever shares the batch.
         probs.div_(torch.where(floor > 0, probs.sum(1, keepdim=True), 1.0))
@@ -94,9 +82,10 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     """int64 [R]: one draw a row, in proportion to non-negative ``weights`` [R, V] that need no normalising.
 
     An exponential race: the largest weight/noise wins. ``keys`` [R] from `counter_random.position_keys`. After top-k or
-    top-p few candidates are left, and noise is made for those only: it is a function of the candidate.
+    top-p few candidates are left, and noise is made for those only: it is a function of the candidate. Not on a GPU:
+    there noise for all takes less than to wait for how many are left.
     """
-    if int(weights.count_nonzero()) * _SPARSE > weights.numel():
+    if weights.device.type != "cpu" or int(weights.count_nonzero()) * _SPARSE > weights.numel():
         candidates = torch.arange(weights.shape[1], device=weights.device)
         return argmax(weights / counter_random.exponential(keys.unsqueeze(1), candidates))
     rows, candidates = weights.nonzero(as_tuple=True)

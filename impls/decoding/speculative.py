@@ -13,7 +13,7 @@ from impls.decoding.draft_length import AdaptiveDraftLength
 from impls.decoding.synthetic_acceptance import accept_at_rate
 from impls.decoding.typical_acceptance import accept_typical
 from impls.request import Sequence
-from impls.seams import Arm, DecodeCosts, Decoder, DraftTokens
+from impls.seams import Arm, DecodeCosts, Decoder, DraftTokens, NonFiniteLogitsError
 
 DRAFT_LENGTHS = ("fixed", "adaptive")
 ACCEPTANCE = ("exact", "typical")
@@ -86,10 +86,11 @@ class SpeculativeDecoder(Decoder):
         return None
 
     def decode(self, sequences: Seq[Sequence], logits: Tensor, drafts: Mapping[str, DraftTokens]) -> list[list[int]]:
-        """Accepted drafts, then one recovered or bonus token. Raises NonFiniteLogitsError (see `sampler.target_ids`),
-        ValueError where rows, drafts and vocabulary do not match."""
+        """Accepted drafts, then one recovered or bonus token. Raises NonFiniteLogitsError naming those whose first row
+        is unsound (nothing was changed, so the others can be decoded again without them), ValueError where rows, drafts
+        and vocabulary do not match."""
         self._check(sequences, logits, drafts)
-        target = sampler.target_ids(sequences, verifier.row_counts(sequences), logits)
+        target: list[int] = sampler.argmax(logits).tolist()
         starts = verifier.first_rows(sequences)
         if self.acceptance_rate is None:
             accepted = verifier.accept_greedy(sequences, target)
@@ -113,10 +114,30 @@ class SpeculativeDecoder(Decoder):
                 tokens = verification.final_tokens(counts)
             for i, count, token in zip(sampled, counts, tokens, strict=True):
                 accepted[i], last[i] = count, token
+        if min(target, default=0) < 0:
+            self._stop_before_unsound(sequences, target, accepted, last)
         if self._adaptive is not None:
             for seq, count in zip(sequences, accepted, strict=True):
                 self._adaptive.observe(seq.seq_id, len(seq.draft_token_ids), count)
         return [[*seq.draft_token_ids[:n], token] for seq, n, token in zip(sequences, accepted, last, strict=True)]
+
+    def _stop_before_unsound(
+        self, sequences: Seq[Sequence], target: Seq[int], accepted: list[int], last: list[int]
+    ) -> None:
+        """The next step reads an unsound row first, as it would be without drafts: what stands before it is kept, which
+        may end the sequence. Behind a draft that fell nobody reads one. NonFiniteLogitsError for those at whom it is
+        first now."""
+        unsound = []
+        for i, (seq, start) in enumerate(zip(sequences, verifier.first_rows(sequences), strict=True)):
+            read = target[start : start + accepted[i] + 1]
+            if min(read) >= 0:
+                continue
+            if (stands := read.index(-1)) > 0:
+                accepted[i], last[i] = stands - 1, seq.draft_token_ids[stands - 1]
+            else:
+                unsound.append(seq.seq_id)
+        if unsound:
+            raise NonFiniteLogitsError(unsound)
 
     def draft_lengths(self, most: Mapping[str, int]) -> Mapping[str, int]:
         return most if self._adaptive is None else self._adaptive.choose(most)

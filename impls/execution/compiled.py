@@ -7,38 +7,52 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
 import sysconfig
 import weakref
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from impls.execution.eager import EagerExecutor, LayerStorage
-from impls.seams import Arm, AttentionBackend, CausalLM, Clock, LayerAttention, LinearMethod, PackedLinear, StepBatch
+from impls.execution.eager import EagerExecutor
+from impls.seams import (
+    Arm,
+    AttentionBackend,
+    CausalLM,
+    Clock,
+    LayerAttention,
+    LayerStorage,
+    LinearMethod,
+    PackedLinear,
+    StepBatch,
+    StepLimits,
+)
 
-# Operators take numbers, not objects: these find the object behind an id. Weak, so a finished trial can be freed.
+# Operators take numbers, not objects: these find the object behind one. Weak, so a finished trial can be freed. Numbers
+# are counted, so the same arm in a new process has the same graphs, and Inductor's cache on disk knows them.
 _executors: weakref.WeakValueDictionary[int, CompiledExecutor] = weakref.WeakValueDictionary()
-_methods: weakref.WeakValueDictionary[int, LinearMethod] = weakref.WeakValueDictionary()
-_packed: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
+_linears: weakref.WeakValueDictionary[int, OpaqueLinear] = weakref.WeakValueDictionary()
+_executor_numbers, _linear_numbers = itertools.count(), itertools.count()
 
 # A graph break would not do in the place of an operator: Dynamo gives up on a frame that breaks inside a loop, and the
 # layers are one. `torch.library.custom_op` does the same as these lines at 3x the cost of a call.
 _library = torch.library.Library("impls", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int executor) -> Tensor")
-_library.define("linear(Tensor x, int method, int packed, int out_features) -> Tensor")
+_library.define("linear(Tensor x, int linear, int layer, int out_features) -> Tensor")
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, executor: int) -> Tensor:
     return _executors[executor].attend(layer, q, k, v).contiguous()
 
 
-def _linear(x: Tensor, method: int, packed: int, out_features: int) -> Tensor:
-    return _methods[method].apply(x, _packed[packed]).contiguous()
+def _linear(x: Tensor, linear: int, layer: int, out_features: int) -> Tensor:
+    opaque = _linears[linear]
+    return opaque.method.apply(x, opaque.layers[layer]).contiguous()
 
 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
@@ -47,14 +61,8 @@ torch.library.register_fake(
     "impls::attend", lambda q, k, v, layer, executor: torch.empty(q.shape, dtype=q.dtype, device=q.device), lib=_library
 )
 torch.library.register_fake(
-    "impls::linear", lambda x, method, packed, out_features: x.new_empty(x.shape[0], out_features), lib=_library
+    "impls::linear", lambda x, linear, layer, out_features: x.new_empty(x.shape[0], out_features), lib=_library
 )
-
-
-class LinearModel(CausalLM, Protocol):
-    """A model whose `forward` sends every linear layer through ``method``."""
-
-    method: LinearMethod
 
 
 class CompiledExecutor(EagerExecutor):
@@ -68,7 +76,7 @@ class CompiledExecutor(EagerExecutor):
     def __init__(
         self,
         *,
-        model: LinearModel,
+        model: CausalLM,
         attention: AttentionBackend,
         storage: LayerStorage,
         device: torch.device,
@@ -81,7 +89,8 @@ class CompiledExecutor(EagerExecutor):
             model=model, attention=attention, storage=storage, device=device, clock=clock, overlap=overlap
         )
         self.compiler = backend
-        _executors[id(self)] = self
+        self.number = next(_executor_numbers)
+        _executors[self.number] = self
         self.attend: LayerAttention = _no_attention
         self._traced = copy.copy(model)
         if device.type == "cpu":
@@ -100,12 +109,13 @@ class CompiledExecutor(EagerExecutor):
             reasons.append("needs the package triton, which is not installed")
         return reasons
 
-    def warm_up(self, max_num_seqs: int) -> None:
+    def warm_up(self, limits: StepLimits) -> None:
         """Compile both classes of rows. Nothing is stored: attention yields zeros meanwhile."""
         with torch.inference_mode():
             for rows in (1, 2):
                 ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
                 self._launch(ids, ids, None)
+        super().warm_up(limits)
 
     def _forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
         self.attention.prepare(batch)
@@ -124,7 +134,7 @@ class CompiledExecutor(EagerExecutor):
         return self._compiled(input_ids, positions, num_layers)
 
     def _whole_forward(self, input_ids: Tensor, positions: Tensor, num_layers: int | None) -> Tensor:
-        executor = id(self)
+        executor = self.number
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return cast(Tensor, torch.ops.impls.attend(q, k, v, layer, executor))
@@ -136,14 +146,18 @@ class OpaqueLinear:
     """Stands for a linear method while its model is traced: the graph gets one operator instead of its kernels."""
 
     def __init__(self, method: LinearMethod) -> None:
-        self.activation_dtype = method.activation_dtype
-        self.handle = id(method)
-        _methods[self.handle] = method
+        self.method, self.activation_dtype = method, method.activation_dtype
+        self.number = next(_linear_numbers)
+        _linears[self.number] = self
+        self.layers: list[PackedLinear] = []
+        self._layer_of: dict[int, int] = {}  # by the id of a packed layer, which ``layers`` keeps alive
 
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        if not torch.compiler.is_compiling():
-            _packed[id(packed)] = packed
-        return cast(Tensor, torch.ops.impls.linear(x, self.handle, id(packed), packed.out_features))
+        if not torch.compiler.is_compiling() and id(packed) not in self._layer_of:
+            self._layer_of[id(packed)] = len(self.layers)
+            self.layers.append(packed)
+        layer = self._layer_of[id(packed)]
+        return cast(Tensor, torch.ops.impls.linear(x, self.number, layer, packed.out_features))
 
 
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

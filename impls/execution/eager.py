@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from impls.execution.largest_step import largest_step
 from impls.execution.overlap import overlap_reasons
-from impls.seams import Arm, AttentionBackend, CausalLM, Clock, Executor, LayerAttention, LayerCache, StepBatch
-
-
-class LayerStorage(Protocol):
-    """What an executor needs of the KV storage: a layer's tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
-
-    num_blocks: int
-    block_size: int
-
-    def k(self, layer: int) -> LayerCache: ...
-
-    def v(self, layer: int) -> LayerCache: ...
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+from impls.seams import (
+    Arm,
+    AttentionBackend,
+    CausalLM,
+    Clock,
+    Executor,
+    LayerAttention,
+    LayerStorage,
+    StepBatch,
+    StepLimits,
+)
 
 
 class EagerExecutor(Executor):
@@ -49,6 +45,13 @@ class EagerExecutor(Executor):
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
         return overlap_reasons(arm, arm.axes.get("execution", {}).get("overlap", "off"))
+
+    def warm_up(self, limits: StepLimits) -> None:
+        """On CUDA the largest step is run once: what it allocates, what kernels it loads and whether it fits at all
+        belong to no request. On a CPU nothing of it would outlast it."""
+        if self.device.type == "cuda":
+            storage = self.storage
+            self.execute(largest_step(limits, storage.num_blocks, storage.block_size, self.device))
 
     def execute(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         self._seconds_in_attention = 0.0

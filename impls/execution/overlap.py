@@ -7,6 +7,7 @@ from typing import Any
 from impls.seams import Arm
 
 OVERLAP = ("off", "on")
+WAITING = ("sdpa", "reference")  # attention that reads block tables on the host
 
 
 def overlap_reasons(arm: Arm, overlap: Any) -> list[str]:
@@ -25,4 +26,7 @@ def overlap_reasons(arm: Arm, overlap: Any) -> list[str]:
         reasons.append(
             "overlap needs decoding=autoregressive: drafts follow the tokens that the step before has yet to yield"
         )
+    attention = arm.axes.get("attention", {}).get("name")
+    if arm.device == "cuda" and attention in WAITING:
+        reasons.append(f"overlap needs attention=triton on CUDA: attention={attention} waits there for the step before")
     return reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 
@@ -35,7 +36,7 @@ class BlockManager(KVCacheManager):
         if reasons:
             raise ValueError("; ".join(reasons))
         self._free = list(range(self.num_blocks - 1, -1, -1))
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, array[int]] = {}
         self._computed: dict[str, int] = {}
         self._index: PrefixIndex | None = None
         self._tokens: dict[str, Seq[int]] = {}  # of the sequences that publish: their owners' own, live
@@ -49,10 +50,10 @@ class BlockManager(KVCacheManager):
         """Raises ValueError for a sequence that holds blocks already."""
         if seq_id in self._tables:
             raise ValueError(f"{seq_id} has begun already")
-        table: list[int] = []
+        table = array("i")
         if self._index is not None:
             if reuse:
-                table = self._index.match(token_ids, (len(token_ids) - 1) // self.block_size)
+                table.extend(self._index.match(token_ids, (len(token_ids) - 1) // self.block_size))
                 self._hold(table)
             self._tokens[seq_id] = token_ids
         self._tables[seq_id] = table
@@ -89,15 +90,11 @@ class BlockManager(KVCacheManager):
         if missing > len(free) and not self._reclaim(missing - len(free)):
             return False
         if table is None:
-            table = self._tables[seq_id] = []
+            table = self._tables[seq_id] = array("i")
             self._computed[seq_id] = 0
-        table += free[: -missing - 1 : -1]  # as many times pop, at C speed
+        table.extend(free[: -missing - 1 : -1])  # as many times pop, at C speed
         del free[-missing:]
         return True
-
-    def can_allocate(self, seq_id: str, num_tokens: int) -> bool:
-        missing = -(-num_tokens // self.block_size) - len(self._tables.get(seq_id, ()))
-        return num_tokens <= self.max_model_len and missing <= self.num_free_blocks
 
     def commit(self, seq_id: str, num_computed_tokens: int) -> None:
         """Raises ValueError past the reservation, or below what was committed: a verified position stays verified."""
@@ -179,7 +176,7 @@ class BlockManager(KVCacheManager):
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
-    def block_table(self, seq_id: str) -> Seq[int]:
+    def block_table(self, seq_id: str) -> array[int]:
         """The live table: to be read only; it grows with the next `allocate` and is not touched by `free`."""
         return self._tables[seq_id]
 

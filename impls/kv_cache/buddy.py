@@ -27,9 +27,6 @@ class BuddyAllocator:
         """Units in the largest piece that there can ever be."""
         return 1 << self.size.bit_length() - 1
 
-    def fits(self, count: int) -> bool:
-        return any(self._free[order_of(count) :])
-
     def allocate(self, count: int) -> range | None:
         """The piece that holds ``count`` units, whole; None if there is none."""
         wanted = order_of(count)

@@ -17,11 +17,14 @@ class HostSwap(SwapSpace):
     first storage only (a draft model computes its own anew).
 
     ``route`` says what a copy crosses. On a CPU it stays in host memory, so its time says nothing about a GPU's bus.
+    From a GPU it goes to pinned memory, all layers at once, in the order of what else is queued there.
     """
 
-    def __init__(self, storages: Seq[BlockStorage], device: torch.device) -> None:
-        self.route = "host to host" if device.type == "cpu" else f"{device.type} to host"
-        self._storages = tuple(storages)
+    def __init__(self, storages: Seq[BlockStorage], device: torch.device, waits: bool = True) -> None:
+        """waits: return when a copy is done, so that its time is known; else when a GPU has it in its queue."""
+        self.route = "host to host" if device.type == "cpu" else f"{device.type} to pinned host memory"
+        self._storages, self._device = tuple(storages), device
+        self._waits = waits and device.type != "cpu"
         self._kept: dict[str, list[Tensor]] = {}
         self._expected: dict[str, Fetch] = {}
 
@@ -29,8 +32,18 @@ class HostSwap(SwapSpace):
         self._expected[seq_id] = fetch
 
     def swap_out(self, seq_id: str, blocks: Seq[int]) -> int:
-        self._kept[seq_id] = [storage.export(blocks).to("cpu") for storage in self._storages]
+        self._kept[seq_id] = [self._to_host(storage.export(blocks)) for storage in self._storages]
+        self._settle()
         return sum(data.nbytes for data in self._kept[seq_id])
+
+    def _to_host(self, data: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return data
+        return torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data, non_blocking=True)
+
+    def _settle(self) -> None:
+        if self._waits:
+            torch.cuda.synchronize(self._device)
 
     def swap_in(self, seq_id: str, blocks: Seq[int]) -> int:
         if (fetch := self._expected.pop(seq_id, None)) is not None:
@@ -38,6 +51,7 @@ class HostSwap(SwapSpace):
         kept = self._kept.pop(seq_id)
         for storage, data in zip(self._storages, kept, strict=True):
             storage.import_(blocks, data)
+        self._settle()
         return sum(data.nbytes for data in kept)
 
     def copy(self, blocks: Seq[tuple[int, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence as Seq
 
 from impls.kv_cache.blocks import arm_capacity_tokens
@@ -29,7 +30,7 @@ class ReservedCache(KVCacheManager):
         if reasons:
             raise ValueError("; ".join(reasons))
         self._pieces = BuddyAllocator(self.num_blocks)
-        self._tables: dict[str, range] = {}
+        self._tables: dict[str, array[int]] = {}
         self._wanted: dict[str, int] = {}
         self._computed: dict[str, int] = {}
 
@@ -64,19 +65,14 @@ class ReservedCache(KVCacheManager):
             raise ValueError(f"{seq_id}: {num_tokens} tokens lie outside 1..{self.max_model_len} (max_model_len)")
         table = self._tables.get(seq_id)
         if table is None:
-            table = self._pieces.allocate(self._blocks(seq_id, num_tokens))
-            if table is None:
+            piece = self._pieces.allocate(self._blocks(seq_id, num_tokens))
+            if piece is None:
                 return False
-            self._tables[seq_id] = table
+            table = self._tables[seq_id] = array("i", piece)
             self._computed.setdefault(seq_id, 0)
         if num_tokens > len(table) * self.block_size:
             raise ValueError(f"{seq_id}: {num_tokens} tokens do not fit its piece of {self.reserved_tokens(seq_id)}")
         return True
-
-    def can_allocate(self, seq_id: str, num_tokens: int) -> bool:
-        if seq_id in self._tables:
-            return num_tokens <= self.reserved_tokens(seq_id)
-        return num_tokens <= self.max_model_len and self._pieces.fits(self._blocks(seq_id, num_tokens))
 
     def _blocks(self, seq_id: str, num_tokens: int) -> int:
         return -(-max(num_tokens, self._wanted.get(seq_id, 0)) // self.block_size)
@@ -94,15 +90,16 @@ class ReservedCache(KVCacheManager):
         self._wanted.pop(seq_id, None)
         table = self._tables.pop(seq_id, None)
         if table is not None:
-            self._pieces.free(table.start)
+            self._pieces.free(table[0])
 
     def share_prefixes(self, index: PrefixIndex) -> None:
+        """ValueError: it cannot."""
         raise ValueError("a sequence in one piece has no block that another could share")
 
     def reset_prefixes(self) -> None:
         """Nothing is ever shared."""
 
-    def block_table(self, seq_id: str) -> Seq[int]:
+    def block_table(self, seq_id: str) -> array[int]:
         return self._tables[seq_id]
 
     def reserved_tokens(self, seq_id: str) -> int:
@@ -114,7 +111,7 @@ class ReservedCache(KVCacheManager):
 
     def check_invariants(self) -> None:
         self._pieces.check_invariants()
-        held = {table.start: order_of(len(table)) for table in self._tables.values()}
+        held = {table[0]: order_of(len(table)) for table in self._tables.values()}
         assert held == self._pieces._held, "a piece without a sequence, or a sequence without its piece"
         assert len(held) == len(self._tables), "two sequences have one piece"
         assert self._tables.keys() | self._wanted.keys() <= self._computed.keys(), "a piece without a count"

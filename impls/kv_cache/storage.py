@@ -10,7 +10,8 @@ from torch import Tensor
 
 from impls import native
 from impls.kv_cache.quantized import LARGEST, SCALE_DTYPE, quantize
-from impls.seams import KV_SCALE_BYTES, LayerCache, ScaledCache, values_and_scales
+from impls.seams import KV_SCALE_BYTES, LayerCache, ScaledCache
+from impls.upload import upload
 
 
 class KVStorage:
@@ -24,7 +25,9 @@ class KVStorage:
 
     int8 and float8_e4m3fn are scaled (`quantized.quantize`), and a layer's keys or values are a `ScaledCache`.
 
-    ``memory``: uint8 [bytes_needed] in which all of them lie, which another process may look at; None: their own.
+    All lie in one piece of memory, so that blocks of all layers are gathered, or scattered, by one operator.
+
+    ``memory``: uint8 [bytes_needed], that piece, which another process may look at; None: their own.
     """
 
     def __init__(
@@ -43,25 +46,30 @@ class KVStorage:
         num_slots, count = num_blocks * block_size, 2 * num_layers
         rows = (num_slots + 1, num_kv_heads, head_dim)
         blocks = (num_blocks, block_size, num_kv_heads, head_dim)
-        scales: list[Tensor] = []
+        of_values, of_scales = _bytes_of_each(count, rows, dtype)
         if memory is None:
-            values = [torch.empty(rows, dtype=dtype, device=device) for _ in range(count)]
-            if self._scaled:
-                scales = [torch.empty(rows[:2], dtype=SCALE_DTYPE, device=device) for _ in range(count)]
-        else:
-            of_values, _ = _bytes_of_each(count, rows, dtype)
-            values = [part.view(dtype).view(rows) for part in memory[:of_values].chunk(count)]
-            if self._scaled:
-                scales = [part.view(SCALE_DTYPE).view(rows[:2]) for part in memory[of_values:].chunk(count)]
-        self._rows, self._scales = values, scales  # keys of all layers, then values
-        layers: list[LayerCache] = [each[:num_slots].view(blocks) for each in values]
+            memory = torch.empty(of_values + of_scales, dtype=torch.uint8, device=device)
+
+        def in_blocks(x: Tensor) -> Tensor:
+            """[2 * num_layers, num_slots + 1, ...] as [num_layers, 2, num_blocks, block_size, ...]."""
+            shape = (2, num_layers, num_blocks, block_size, *x.shape[2:])
+            return x[:, :num_slots].view(shape).transpose(0, 1)
+
+        values = memory[:of_values].view(dtype).view(count, *rows)  # keys of all layers, then values
+        scales = memory[of_values:].view(SCALE_DTYPE).view(count, *rows[:2]) if self._scaled else None
+        self._rows = list(values)
+        self._scales = [] if scales is None else list(scales)
+        self._blocks = in_blocks(values)
+        self._scale_blocks = None if scales is None else in_blocks(scales)
+        layers: list[LayerCache] = [each[:num_slots].view(blocks) for each in self._rows]
         if self._scaled:
-            paired = zip(values, scales, strict=True)
+            paired = zip(self._rows, self._scales, strict=True)
             layers = [ScaledCache(x[:num_slots].view(blocks), s[:num_slots].view(blocks[:3])) for x, s in paired]
         self._k, self._v = layers[:num_layers], layers[num_layers:]
         self._writers: list[native.QuantizedWrite] = []
         if self._scaled and device.type == "cpu" and native.available():
-            halves = (x[half] for x in (values, scales) for half in (slice(num_layers), slice(num_layers, None)))
+            kinds = (slice(num_layers), slice(num_layers, None))  # k, v
+            halves = (x[kind] for x in (self._rows, self._scales) for kind in kinds)
             self._writers = [native.QuantizedWrite(*layer) for layer in zip(*halves, strict=True)]
 
     @staticmethod
@@ -102,16 +110,12 @@ class KVStorage:
         """A copy of whole blocks, [num_layers, 2 (k, v), len(blocks), block_size, num_kv_heads, head_dim] in `dtype`;
         8-bit vectors are longer by the bytes of their scale."""
         index = self._index(blocks)
-
-        def copied(cache: LayerCache) -> Tensor:
-            values, scales = values_and_scales(cache)
-            if scales is None:
-                return values[index]
-            parts = (values.view(torch.uint8)[index], scales[index].unsqueeze(-1).view(torch.uint8))
-            return torch.cat(parts, -1)
-
-        layers = [torch.stack((copied(k), copied(v))) for k, v in zip(self._k, self._v, strict=True)]
-        return torch.stack(layers).view(self.dtype)
+        if self._scale_blocks is None:
+            return self._blocks.index_select(2, index)
+        # As bytes: not every operator knows FP8.
+        values = self._blocks.view(torch.uint8).index_select(2, index)
+        scales = self._scale_blocks.index_select(2, index).unsqueeze(-1).view(torch.uint8)
+        return torch.cat((values, scales), -1).view(self.dtype)
 
     def import_(self, blocks: Seq[int], data: Tensor) -> None:
         """Write what `export` gave (of this or of another storage) to these blocks, in the order given."""
@@ -119,15 +123,13 @@ class KVStorage:
         if data.shape != self._shape(len(blocks)) or data.dtype != self.dtype:
             raise ValueError(f"{data.dtype} {tuple(data.shape)} does not fit {len(blocks)} blocks of this storage")
         index = self._index(blocks)
-        for layer, pair in enumerate(zip(self._k, self._v, strict=True)):
-            for cache, each in zip(pair, data[layer].to(index.device), strict=True):
-                values, scales = values_and_scales(cache)
-                if scales is None:
-                    values[index] = each
-                    continue
-                each = each.view(torch.uint8)
-                values.view(torch.uint8)[index] = each[..., :head_dim]
-                scales[index] = each[..., head_dim:].contiguous().view(SCALE_DTYPE).squeeze(-1)
+        data = data.to(index.device, non_blocking=True)
+        if self._scale_blocks is None:
+            self._blocks[:, :, index] = data
+            return
+        data = data.view(torch.uint8)
+        self._blocks.view(torch.uint8)[:, :, index] = data[..., :head_dim]
+        self._scale_blocks[:, :, index] = data[..., head_dim:].contiguous().view(SCALE_DTYPE).squeeze(-1)
 
     def empty(self, num_blocks: int) -> Tensor:
         """Unfilled memory for what `export` gives of so many blocks."""
@@ -145,7 +147,7 @@ class KVStorage:
     def _index(self, blocks: Seq[int]) -> Tensor:
         if not all(0 <= block < self.num_blocks for block in blocks):
             raise IndexError(f"blocks {list(blocks)} are not all within 0..{self.num_blocks - 1}")
-        return torch.tensor(list(blocks), dtype=torch.int64, device=self._rows[0].device)
+        return upload(list(blocks), self._rows[0].device)
 
 
 def _bytes_of_each(count: int, rows: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, int]:

@@ -41,9 +41,10 @@ def calibration_texts(tokenizer: Tokenizer | None, vocab_size: int, num_tokens: 
 
 
 def _docstrings() -> Iterator[str]:
-    """Of the standard library's packages; its single modules are where `workloads` takes code from."""
+    """Of the standard library's packages; its single modules are where `workloads` takes code from, and its help topics
+    where prose for prompts and for the measurement of quality comes from."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*/*.py")):
-        if path.parent.name not in ("site-packages", "test", "idlelib"):
+        if path.parent.name not in ("site-packages", "test", "idlelib", "pydoc_data"):
             source = path.read_text(encoding="utf-8", errors="replace")
             yield from re.findall(rf'"""(.{{{LEAST_CHARS},}}?)"""', source, re.DOTALL)
 

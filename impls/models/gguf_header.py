@@ -36,6 +36,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFHeader:
+    """What a GGUF file says of itself: its metadata by key, and where each of its tensors lies."""
+
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -51,6 +53,7 @@ class _Cursor:
         return ModelError(f"{self.path} is not a usable GGUF file: {reason} at byte {self.at}")
 
     def need(self, num_bytes: int, what: str) -> None:
+        """ModelError unless so many bytes are left."""
         left = min(len(self.data), MAX_HEADER_BYTES) - self.at
         if num_bytes > left:
             raise self.fail(f"{what} needs {num_bytes} bytes, {left} are left")
@@ -76,6 +79,7 @@ class _Cursor:
             raise self.fail(f"{what} is not UTF-8") from error
 
     def value(self, kind: int, what: str) -> Any:
+        """Of a metadata type; an array as a list. ModelError for an unknown one."""
         if kind in SCALARS:
             return self.numbers(SCALARS[kind], 1, what)[0]
         if kind == STRING:

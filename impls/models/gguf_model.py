@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
@@ -80,9 +82,31 @@ def gguf_shape(header: GGUFHeader) -> ModelShape:
     # Here and not only after the conversion: what cannot be used is refused before minutes are spent on it.
     infos = _weights_of(header)
     check_tensors({name: info.shape for name, info in infos.items()}, shape, where)
-    for info in {info.quantization: info for info in infos.values()}.values():
-        _dequantized(np.zeros((1, GGML_QUANT_SIZES[info.quantization][1]), np.uint8), info)
+    for info in infos.values():
+        _check_readable(info, where)
     return shape
+
+
+def stored_types(header: GGUFHeader) -> dict[str, str]:
+    """The block type of each weight, by its Hugging Face name."""
+    return {name: info.quantization.name for name, info in _weights_of(header).items()}
+
+
+def _check_readable(info: TensorInfo, where: str) -> None:
+    if info.quantization not in _readable_types():
+        read = ", ".join(kind.name for kind in _readable_types())
+        raise ModelError(f"{where}: tensor {info.name} is stored as {info.quantization.name}: not read ({read} are)")
+
+
+@functools.cache
+def _readable_types() -> tuple[GGMLQuantizationType, ...]:
+    """The types that the `gguf` package can read: it has no list of them."""
+    found = []
+    for kind, (_, block_bytes) in GGML_QUANT_SIZES.items():
+        with suppress(NotImplementedError, KeyError):
+            dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            found.append(kind)
+    return tuple(found)
 
 
 def _weights_of(header: GGUFHeader) -> dict[str, TensorInfo]:
@@ -98,6 +122,7 @@ def _rope_scaling(header: GGUFHeader, get: Any) -> dict[str, Any] | None:
     if (factors := header.tensors.get(ROPE_FACTORS)) is not None:
         if len(factors.shape) != 1 or factors.shape[0] > MAX_ROPE_FACTORS:
             raise ModelError(f"{header.path}: tensor {ROPE_FACTORS} has shape {list(factors.shape)}")
+        _check_readable(factors, str(header.path))
         with open(header.path, "rb") as file:
             values = next(_chunks(file, factors, None))
         return {"rope_type": "factors", "factors": [float(value) for value in values]}
@@ -184,8 +209,5 @@ def _chunks(file: BinaryIO, info: TensorInfo, order: NDArray[np.int64] | None) -
 
 
 def _dequantized(rows: NDArray[np.uint8], info: TensorInfo) -> NDArray[np.float32]:
-    try:
-        values: NDArray[np.float32] = dequantize(np.ascontiguousarray(rows), info.quantization)
-    except (NotImplementedError, KeyError) as error:
-        raise ModelError(f"tensor {info.name}: {info.quantization.name} cannot be dequantised") from error
+    values: NDArray[np.float32] = dequantize(np.ascontiguousarray(rows), info.quantization)
     return values

@@ -130,7 +130,8 @@ class LlamaModel:
         if self.shape.tie_embeddings and self.head_method.rows(self._head, first_row) is not None:
             return None
         per_weight = self._head.num_bytes() / (self._head.in_features * self._head.out_features)
-        return self._resident(weights[EMBEDDING], torch.float32 if per_weight >= 4 else torch.bfloat16)
+        narrow = torch.float16 if self.head_method.activation_dtype == torch.float16 else torch.bfloat16
+        return self._resident(weights[EMBEDDING], torch.float32 if per_weight >= 4 else narrow)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden] in ``activation_dtype``."""

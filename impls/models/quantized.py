@@ -38,17 +38,30 @@ class QuantizedWeights(Mapping[str, Tensor]):
     """FP32 tensors by Hugging Face name, dequantised when they are looked up: scale * (value - zero), by groups of K.
 
     GPTQ: qweight int32 [K / v, N] holds v = 32 / bits neighbouring k, qzeros [G, N / v], scales FP16 [G, N], g_idx [K]
-    (absent: in order); its first format keeps zeros less one. AWQ: qweight int32 [K, N / 8], qzeros [G, N / 8], eight
-    channels of a word in `AWQ_ORDER`.
+    (absent: in order, the last group may be short); its first format keeps zeros less one. Early packers gave every
+    layer a bias of zeros; those are left out. AWQ: qweight int32 [K, N / 8], qzeros [G, N / 8], eight channels of a
+    word in `AWQ_ORDER`.
     """
 
     def __init__(self, files: Mapping[str, Path], shape: ModelShape, config: Mapping[str, Any], where: str) -> None:
         """files: tensor name -> file; config: ``quantization_config``. ModelError if ``shape`` needs others."""
         self._layout, self._files, self._where = check_quantization(config, where), dict(files), where
         self._bits = int(config.get("bits", config.get("w_bit")) or 0)
+        size = config.get("group_size", config.get("q_group_size"))
+        self._group_size = size if isinstance(size, int) and size > 0 else None  # -1: one group of all
         self._zeros_less_one = self._layout == "gptq" and config.get("checkpoint_format", "gptq") == "gptq"
-        self._names = [_weight_of(name) for name in files if name.rpartition(".")[2] not in PACKED[1:]]
+        self._names = [
+            _weight_of(name)
+            for name in files
+            if name.rpartition(".")[2] not in PACKED[1:] and not self._is_blank_bias(name, shape)
+        ]
         check_tensors({name: self._size(name) for name in self._names}, shape, where)
+
+    def _is_blank_bias(self, name: str, shape: ModelShape) -> bool:
+        """A bias of zeros that a packer wrote beside a layer that has none."""
+        layer, _, kind = name.rpartition(".")
+        has_one = shape.attention_bias if ".self_attn." in name else shape.mlp_bias
+        return kind == "bias" and not has_one and f"{layer}.qweight" in self._files and not self._tensor(name).any()
 
     def _size(self, name: str) -> tuple[int, ...]:
         packed = _part(name, "qweight")
@@ -85,12 +98,14 @@ class QuantizedWeights(Mapping[str, Tensor]):
             values, zeros = (unpack_columns(packed, 4, AWQ_ORDER) for packed in (qweight, qzeros))
         else:
             values = unpack_columns(qweight.t(), self._bits).t()
-            zeros = unpack_columns(qzeros, self._bits) + int(self._zeros_less_one)
+            if self._zeros_less_one:  # word by word, as it was taken off: a zero of 0 has borrowed from the next
+                qzeros = qzeros + sum(1 << shift for shift in range(0, 32, self._bits))
+            zeros = unpack_columns(qzeros, self._bits)
         k, groups = len(values), len(scales)
         if _part(name, "g_idx") in self._files:
             group = self._tensor(_part(name, "g_idx")).long()
         else:
-            group = torch.arange(k) // -(-k // groups)
+            group = torch.arange(k) // (self._group_size or -(-k // groups))
         if zeros.shape != scales.shape or values.shape[1] != scales.shape[1] or not 0 <= int(group.max()) < groups:
             raise ModelError(f"{self._where}: the parts of {name} do not fit together")
         return (scales.float()[group] * (values - zeros[group])).t().contiguous()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ from torch import Tensor
 from impls.models.checkpoint import SafetensorsWeights, find_tensors, read_json, sampled_fingerprint, shape_from_config
 from impls.models.download import fetch
 from impls.models.errors import ModelError
-from impls.models.gguf_header import read_header
-from impls.models.gguf_model import gguf_shape, gguf_weights
+from impls.models.gguf_header import GGUFHeader, read_header
+from impls.models.gguf_model import gguf_shape, gguf_weights, stored_types
 from impls.models.gguf_tokenizer import tokenizer_from_gguf
 from impls.models.quantized import QuantizedWeights, check_quantization
 from impls.models.synthetic import SyntheticWeights, synthetic_fingerprint
 from impls.models.tokenizer import Tokenizer, tokenizer_from_directory
 from impls.seams import ModelShape
+
+SETTLED_S = 3.0  # more than a tick of any file system's clock
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class ModelSource:
     """A model that can be loaded. ``tokenizer`` is None where there is none, ``tokenizer_reason`` says why.
 
     ``fingerprint`` identifies the weights and is the same on every machine; ``max_model_len`` is the configured one,
-    at most ``shape.max_position``. ``load`` is what `weights` calls.
+    at most ``shape.max_position``. ``load`` is what `weights` calls. ``checkpoint_bytes``: of the files on disk that
+    hold the weights; None where there are none. ``stored_types``: as in `Arm`.
     """
 
     name: str
@@ -39,6 +44,8 @@ class ModelSource:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     load: Callable[[], Mapping[str, Tensor]]
+    checkpoint_bytes: int | None = None
+    stored_types: Mapping[str, str] = field(default_factory=dict)
 
     def weights(self) -> Mapping[str, Tensor]:
         """FP32 tensors on the CPU by Hugging Face name, each made or mapped when it is looked up."""
@@ -107,13 +114,13 @@ def _open_directory(name: str, folder: Path, limit: Any) -> ModelSource:
         eos_token_ids=_ids(*ends, tokenizer.eos_token_id if tokenizer else None, vocab_size=shape.vocab_size),
         fingerprint=sampled_fingerprint([folder / "config.json", *sorted(set(files.values()))]),
         load=load,
+        checkpoint_bytes=sum(file.stat().st_size for file in set(files.values())),
     )
 
 
 def _open_gguf(name: str, path: Path, limit: Any, fingerprint: str | None) -> ModelSource:
-    header = read_header(path)
+    header, tokenizer, reason = _read_gguf(path, _stamp(path))
     shape = gguf_shape(header)
-    tokenizer, reason = tokenizer_from_gguf(header.metadata)
     ends = [header.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelSource(
         name=name,
@@ -124,7 +131,26 @@ def _open_gguf(name: str, path: Path, limit: Any, fingerprint: str | None) -> Mo
         eos_token_ids=_ids(*ends, vocab_size=shape.vocab_size),
         fingerprint=fingerprint or sampled_fingerprint([path]),
         load=partial(gguf_weights, header, shape),
+        checkpoint_bytes=path.stat().st_size,
+        stored_types=stored_types(header),
     )
+
+
+@functools.lru_cache(maxsize=4)  # a study opens its model several times for each of its arms
+def _read_gguf(path: Path, stamp: tuple[int, ...]) -> tuple[GGUFHeader, Tokenizer | None, str]:
+    header = read_header(path)
+    return header, *tokenizer_from_gguf(header.metadata)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another whenever the file may have changed, so every time while a further change could leave no other times."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    young = time.time() - max(found.st_mtime, found.st_ctime) < SETTLED_S
+    times = found.st_mtime_ns, found.st_ctime_ns, time.monotonic_ns() if young else 0
+    return found.st_dev, found.st_ino, found.st_size, *times
 
 
 def _ids(*values: Any, vocab_size: int) -> tuple[int, ...]:

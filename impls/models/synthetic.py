@@ -60,5 +60,6 @@ class SyntheticWeights(Mapping[str, Tensor]):
 
 
 def synthetic_fingerprint(shape: ModelShape, seed: int) -> str:
+    """Of what decides the weights: none has to be made for it."""
     text = json.dumps([asdict(shape), seed], sort_keys=True)
     return "synthetic:" + hashlib.sha256(text.encode()).hexdigest()[:32]

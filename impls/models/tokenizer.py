@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -36,10 +37,12 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
+        """None where the model has none."""
         return self._fast.token_to_id(self._bos) if self._bos is not None else None
 
     @property
     def eos_token_id(self) -> int | None:
+        """None where the model has none."""
         return self._fast.token_to_id(self._eos) if self._eos is not None else None
 
     @property
@@ -89,7 +92,7 @@ def tokenizer_from_directory(folder: Path) -> Tokenizer | None:
         return None
     text = read_text(path)
     try:
-        fast = FastTokenizer.from_str(text)
+        fast = _parse(text)
     except Exception as error:  # the bindings raise bare Exception for everything
         raise ModelError(f"cannot read {path}: {error}") from error
     config = read_json(folder / "tokenizer_config.json")
@@ -101,6 +104,11 @@ def tokenizer_from_directory(folder: Path) -> Tokenizer | None:
     return Tokenizer(
         fast, bos=_text(config.get("bos_token")), eos=_text(config.get("eos_token")), chat_template=template
     )
+
+
+@functools.lru_cache(maxsize=4)  # a study opens its model several times for each of its arms
+def _parse(text: str) -> FastTokenizer:
+    return FastTokenizer.from_str(text)
 
 
 def _text(token: Any) -> str | None:

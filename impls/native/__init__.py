@@ -1,6 +1,6 @@
 """Optional C kernels for CPUs, compiled on first use: what torch lacks on CPUs without BF16 or VNNI instructions."""
 
-from impls.native.attention import MAX_HEAD_DIM, PagedAttention, paged_attention
+from impls.native.attention import MAX_HEAD_DIM, PagedAttention
 from impls.native.build import NativeUnavailable, available, why_unavailable
 from impls.native.elementwise import add_rms_norm, rms_norm, rotate, silu_and_mul
 from impls.native.grouped import linear_grouped, linear_w4a8
@@ -28,7 +28,6 @@ __all__ = [
     "linear_w4a8",
     "matmul_int8",
     "pack_panels",
-    "paged_attention",
     "quantize_int8",
     "rms_norm",
     "rotate",

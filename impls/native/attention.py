@@ -87,7 +87,6 @@ class PagedAttention:
         for name, x, shape in zip(("query_start", "seq_lens", "block_table"), self._tables, shapes, strict=True):
             if x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
                 raise ValueError(f"{name} must be contiguous int32 {list(shape)} on the CPU, not {describe(x)}")
-        self._scale = scale
         self._kernel = _paged_attention()
         self._arguments = _Arguments(scale=scale, num_seqs=sequences, table_width=block_table.shape[-1])
         for name, x in zip(("query_start", "seq_lens", "block_table"), self._tables, strict=True):
@@ -109,11 +108,6 @@ class PagedAttention:
         back as zeros. With few sequences their keys are cut into parts, so that the last bits may depend on the number
         of sequences. ValueError for other tensors, IndexError for a table that points outside its tensor.
         """
-        if torch.compiler.is_compiling():
-            result: Tensor = torch.ops.impls_native.paged_attention(
-                q, k_cache, v_cache, *self._tables, self._scale, k_scale, v_scale
-            )
-            return result
         arguments = self._arguments
         seen: tuple[object, ...] = (q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype,
                                     v_cache.shape, v_cache.stride(), v_cache.dtype)  # fmt: skip
@@ -146,32 +140,3 @@ class PagedAttention:
         arguments.q_type, arguments.kv_type = CACHE_DTYPES.index(q.dtype), CACHE_DTYPES.index(k_cache.dtype)
         if k_scale is not None and v_scale is not None:
             arguments.k_scale_stride[:], arguments.v_scale_stride[:] = k_scale.stride(), v_scale.stride()
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """`PagedAttention` for a single layer."""
-    return PagedAttention(query_start, seq_lens, block_table, scale)(q, k_cache, v_cache, k_scale, v_scale)
-
-
-def _output_shape(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-# What torch.compile traces in place of a call through ctypes, which it cannot see into.
-torch.library.define(
-    "impls_native::paged_attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, float scale,"
-    " Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
-)
-torch.library.impl("impls_native::paged_attention", "CPU", paged_attention)
-torch.library.register_fake("impls_native::paged_attention", _output_shape)

@@ -110,6 +110,7 @@ def why_unavailable() -> str | None:
 
 
 def available() -> bool:
+    """Whether there are C kernels here; asked first, it builds them."""
     return why_unavailable() is None
 
 

@@ -46,6 +46,7 @@ def _check_packed(packed: Tensor, out_features: int, in_features: int, weight_dt
 
 
 def describe(x: Tensor) -> str:
+    """For the message that refuses it."""
     layout = "" if x.is_contiguous() else f" with strides {list(x.stride())}"
     return f"{x.dtype} {list(x.shape)} on {x.device.type}{layout}"
 
@@ -63,9 +64,6 @@ def linear_bf16(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | Non
 
     ValueError for any other dtype, shape or layout; `build.NativeUnavailable` without a compiler.
     """
-    if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.impls_native.linear_bf16(x, packed, out_features, bias)
-        return result
     _check(x, packed, out_features, bias, torch.bfloat16)
     rows, k = x.shape
     out = torch.empty(rows, out_features)
@@ -115,9 +113,6 @@ def linear_int8(x: Tensor, packed: Tensor, scale: Tensor, out_features: int, bia
 
     packed: INT8 from `pack_panels`; scale: FP32 [out_features]. ValueError for any other dtype, shape or layout.
     """
-    if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.impls_native.linear_int8(x, packed, scale, out_features, bias)
-        return result
     _check(x, packed, out_features, bias, torch.int8)
     if scale.dtype != torch.float32 or scale.shape != (out_features,) or not scale.is_contiguous():
         raise ValueError(f"scale must be contiguous FP32 [{out_features}], not {describe(scale)}")
@@ -153,29 +148,14 @@ def matmul_int8(values: Tensor, packed: Tensor, out_features: int) -> Tensor:
     return out
 
 
-def _output_shape(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
 def _rows_output_shape(packed: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
     return packed.new_empty(ids.shape[0], in_features, dtype=torch.float32)
 
 
-def _int8_output_shape(x: Tensor, packed: Tensor, scale: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
-# What torch.compile traces in place of a call through ctypes, which it cannot see into.
-torch.library.define("impls_native::linear_bf16", "(Tensor x, Tensor packed, int out_features, Tensor? bias) -> Tensor")
-torch.library.impl("impls_native::linear_bf16", "CPU", linear_bf16)
-torch.library.register_fake("impls_native::linear_bf16", _output_shape)
+# What torch.compile traces in place of a call through ctypes, which it cannot see into: the embedding is looked up in a
+# compiled model, while its linear layers are one operator each to it, whatever computes them.
 torch.library.define(
     "impls_native::rows_bf16", "(Tensor packed, Tensor ids, int out_features, int in_features) -> Tensor"
 )
 torch.library.impl("impls_native::rows_bf16", "CPU", rows_bf16)
 torch.library.register_fake("impls_native::rows_bf16", _rows_output_shape)
-torch.library.define(
-    "impls_native::linear_int8", "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? bias) -> Tensor"
-)
-torch.library.impl("impls_native::linear_int8", "CPU", linear_int8)
-torch.library.register_fake("impls_native::linear_int8", _int8_output_shape)

@@ -19,7 +19,7 @@ class Awq(WeightOnly):
 
     The exponent of each layer is that of the least error of its outputs. What undoes the scale is kept with the layer
     and multiplies its activations; deployed checkpoints fold it into the operator before, which saves that pass.
-    Weights are quantised anew at each start, which ``startup_s`` shows.
+    Weights are quantised at the first start, which ``startup_s`` shows, and kept (`packed_cache`).
     """
 
     name, bits = "awq", 4

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from impls.precision.gemm import Bf16Gemm
-from impls.precision.w8a8 import W8A8, linear_sizes, round_to_e4m3, symmetric_scale
+from impls.precision.w8a8 import LARGEST, UNFUSED, W8A8, linear_sizes, round_to_e4m3, row_kernels, symmetric_scale
 from impls.seams import Arm, PackedLinear
 
-E4M3_MAX = 448.0
+E4M3_MAX = LARGEST[torch.float8_e4m3fn]
 GRANULARITIES = ("row", "tensor")
 
 
@@ -18,7 +18,8 @@ class Fp8(W8A8):
 
     granularity  row: one scale per output channel and one per token. tensor: one for the matrix and one for all rows
                  of a step, so that a token's rounding depends on who shares its batch
-    scaled_mm    CUDA from compute capability 8.9 on (rows: 9.0); features must be multiples of 16
+    scaled_mm    CUDA from compute capability 8.9 on (rows: 9.0); features must be multiples of 16; rows are quantised
+                 by Triton, where it runs; else, and with one scale for all rows, the record says scaled_mm_unfused
     emulated     elsewhere: the same E4M3 numbers, which BF16 holds exactly, through `Bf16Gemm`; two bytes a weight
     """
 
@@ -31,7 +32,8 @@ class Fp8(W8A8):
         self.granularity = granularity
         self._gemm: Bf16Gemm | None = None
         if multiplies_fp8(device):
-            self.kernel = "scaled_mm"
+            self.fused = row_kernels(device) if granularity == "row" else None
+            self.kernel = "scaled_mm" + ("" if self.fused else UNFUSED)
         else:
             self._gemm = Bf16Gemm(device)
             self.kernel = f"emulated_{self._gemm.kernel}"
@@ -64,6 +66,9 @@ class Fp8(W8A8):
         return 1 if self.granularity == "row" else None
 
     def quantize_activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fused is not None and not torch.compiler.is_compiling():
+            quantized: tuple[Tensor, Tensor] = self.fused.quantize_rows(x, torch.float8_e4m3fn)
+            return quantized
         scale = symmetric_scale(x, E4M3_MAX, self._dim)
         return round_to_e4m3(x, scale), scale
 
@@ -97,4 +102,5 @@ class Fp8(W8A8):
 
 
 def multiplies_fp8(device: torch.device) -> bool:
+    """From compute capability 8.9 on (Ada, Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -94,6 +94,7 @@ class Bf16Gemm:
 
 
 def best_bf16_kernel(device: torch.device) -> str:
+    """The fastest that this device has; not every CPU has BF16 instructions."""
     if device.type != "cpu":
         return "cublas_bf16"
     if has_bf16_instructions():

@@ -20,7 +20,7 @@ class Gptq(WeightOnly):
     """The format and kernels of `Int4` (or 3, 2 bits); the levels are chosen for the layer's inputs on natural text.
 
     Inputs are taken in their order (no act-order); a group's grid is set when its first input is reached. Weights are
-    quantised anew at each start, which ``startup_s`` shows.
+    quantised at the first start, which ``startup_s`` shows, and kept (`packed_cache`).
     """
 
     name, bits = "gptq", 4

@@ -24,6 +24,7 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
+        """Inputs that share a scale."""
         return self.values.shape[1] // self.scale.shape[1]
 
     def dequantize(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from impls import native
+from impls.gpu import why_no_bf16, why_no_triton
 from impls.native.grouped import channels, pack_fields, pack_scales, unpack_fields, unpack_scales
 from impls.native.linear import PANEL
 from impls.precision.cpu_features import activation_dtype, has_avx512
@@ -187,16 +187,11 @@ def why_not(kernel: str, device: torch.device, bits: int, by_row: bool) -> str |
         return f"kernel={kernel}: not for {bits} bits with a scale for each {'row' if by_row else 'group'}"
     if kernel == "native_grouped" and (why := native.why_unavailable()):
         return f"kernel={kernel}: {why}"
-    if kernel == "triton_grouped" and importlib.util.find_spec("triton") is None:
-        return f"kernel={kernel}: needs the package triton, which is not installed"
-    if kernel != "dequantized" and device.type == "cuda" and compute_capability(device) < (8, 0):
-        return f"kernel={kernel}: needs compute capability 8.0, whose tensor cores multiply BF16"
+    if kernel == "triton_grouped" and (why := why_no_triton(device)):
+        return f"kernel={kernel}: {why}"
+    if kernel != "dequantized" and device.type == "cuda" and (why := why_no_bf16(device)):
+        return f"kernel={kernel}: {why}"
     return None
-
-
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The highest where there is no GPU: then it is not the capability that is missing."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (99, 0)
 
 
 def _triton_grouped() -> ModuleType:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from impls import native
 from impls.precision.cpu_features import has_int8_instructions
 from impls.precision.gemm import Bf16Gemm
-from impls.precision.w8a8 import W8A8, linear_sizes, quantize_int8
+from impls.precision.int_mm import CUDA_MIN_ROWS, padded_int_mm
+from impls.precision.w8a8 import UNFUSED, W8A8, linear_sizes, quantize_int8, row_kernels
 from impls.seams import Arm, PackedLinear
 
 KERNELS = ("cublas_int8", "onednn_int8", "native_int8", "onednn_fp32_scratch")
-CUDA_MIN_ROWS = 32  # torch._int_mm on CUDA refuses 16 rows or fewer; 32 is its smallest tile
 
 
 class Int8(W8A8):
     """Weights and activations INT8, accumulators INT32, scales FP32, outputs in ``activation_dtype``.
 
-    cublas_int8          CUDA, torch._int_mm; in_features and out_features must be multiples of 8
+    cublas_int8          CUDA, torch._int_mm; in_features and out_features must be multiples of 8; Triton quantises
+                         before it and rescales after it, where it runs (else the record says cublas_int8_unfused)
     onednn_int8          CPU, torch._int_mm: the choice where the CPU has VNNI or AMX, a scalar loop where not
     native_int8          any CPU with a C compiler: `impls.native`; `apply` quantises and rescales in the same call
     onednn_fp32_scratch  any CPU: the same integers as floating-point numbers, held in BF16 (exact) and accumulated
@@ -34,6 +34,10 @@ class Int8(W8A8):
         if why := why_not(self.kernel, device):
             raise ValueError(why)
         self._gemm: Bf16Gemm | None = None
+        self._cublas = self.kernel == "cublas_int8"
+        if self._cublas:
+            self.fused = row_kernels(device)
+            self.kernel += "" if self.fused else UNFUSED
         if self.kernel == "onednn_fp32_scratch":
             self._gemm = Bf16Gemm(device, self.kernel)
             self.emulated = "INT8 values are multiplied as FP32: this CPU has no 8-bit dot product (VNNI, AMX)"
@@ -60,15 +64,21 @@ class Int8(W8A8):
         return PackedLinear(k, n, tensors, None if bias is None else bias.to(self.device, torch.float32))
 
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        weight, scale = packed.tensors["weight"], packed.tensors["scale"]
+        if self.fused is not None and x.shape[0] and not torch.compiler.is_compiling():
+            values, x_scale = self.fused.quantize_rows(x, torch.int8, CUDA_MIN_ROWS)
+            return self.rescale(padded_int_mm(values, weight), x_scale, packed)
         if self.kernel != "native_int8":
             return super().apply(x, packed)
-        weight, scale = packed.tensors["weight"], packed.tensors["scale"]
         y = native.linear_int8(x.float().contiguous(), weight, scale, packed.out_features, packed.bias)
         return y.to(self.activation_dtype)
 
     def quantize_activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.kernel == "native_int8":
             return native.quantize_int8(x.float().contiguous())
+        if self.fused is not None and not torch.compiler.is_compiling():
+            quantized: tuple[Tensor, Tensor] = self.fused.quantize_rows(x, torch.int8)
+            return quantized
         return quantize_int8(x)
 
     def matmul(self, values: Tensor, packed: PackedLinear) -> Tensor:
@@ -77,10 +87,9 @@ class Int8(W8A8):
             return self._gemm.matmul(values.float(), packed, with_bias=False)
         if self.kernel == "native_int8":
             return native.matmul_int8(values, packed.tensors["weight"], packed.out_features)
-        rows = values.shape[0]
-        if self.kernel == "cublas_int8" and rows < CUDA_MIN_ROWS:
-            values = F.pad(values, (0, 0, 0, CUDA_MIN_ROWS - rows))
-        return torch._int_mm(values, packed.tensors["weight"].t())[:rows]
+        if self._cublas:
+            return padded_int_mm(values, packed.tensors["weight"])
+        return torch._int_mm(values, packed.tensors["weight"].t())
 
     def dequantize(self, packed: PackedLinear) -> Tensor:
         weight = packed.tensors["weight"]
@@ -91,6 +100,7 @@ class Int8(W8A8):
 
 
 def best_kernel(device: torch.device) -> str:
+    """The fastest that this device has."""
     if device.type != "cpu":
         return "cublas_int8"
     if has_int8_instructions():

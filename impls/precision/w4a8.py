@@ -10,7 +10,7 @@ from torch import Tensor
 
 from impls import native
 from impls.precision.grouped_gemm import why_not
-from impls.precision.w8a8 import quantize_int8
+from impls.precision.w8a8 import quantize_int8, row_kernels
 from impls.precision.weight_only import Int4, as_groups
 from impls.seams import Arm, PackedLinear
 
@@ -43,6 +43,7 @@ class W4A8(Int4):
             raise ValueError(why)
         super().__init__(device, group_size, head_bits, KERNELS[kernel], permutation_seed)
         self.kernel = kernel
+        self._rows = row_kernels(device) if kernel == "triton_w4a8" else None
         if kernel == "dequantized":
             self.emulated = "INT8 activations are multiplied in floating point: no kernel for W4A8 here"
 
@@ -62,7 +63,12 @@ class W4A8(Int4):
             return native.linear_w4a8(
                 x.contiguous(), tensors["weight"], tensors["scale"], n, group_size=size, bias=packed.bias
             )
-        values, scale = quantize_int8(x)
+        values: Tensor
+        scale: Tensor
+        if self._rows is not None and not torch.compiler.is_compiling():
+            values, scale = self._rows.quantize_rows(x, torch.int8)
+        else:
+            values, scale = quantize_int8(x)
         if self.kernel == "triton_w4a8":
             return self._gemm.matmul(values, as_groups(packed), scale.view(-1))
         unscaled = self._gemm.matmul(values.to(self._gemm.dtype), as_groups(replace(packed, bias=None)))
@@ -71,6 +77,7 @@ class W4A8(Int4):
 
 
 def best_kernel(device: torch.device) -> str:
+    """The first of `KERNELS` that can run here."""
     return next(kernel for kernel in KERNELS if why_no_kernel(kernel, device) is None)
 
 

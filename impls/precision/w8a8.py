@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from impls.gpu import why_no_triton
 from impls.precision.bf16 import Bf16
 from impls.seams import Arm, LinearMethod, PackedLinear
 from impls.seams.precision import Stage
 
 SMALLEST_SCALE = 1e-12  # an all-zero row must quantise to zeros, not to NaN
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+UNFUSED = "_unfused"  # of a kernel's name: on CUDA, where operator after operator surrounds the product
 
 
 class W8A8(LinearMethod):
@@ -22,6 +26,8 @@ class W8A8(LinearMethod):
     `stages` gives them one by one, so that the product can be timed apart from the scaling, which at few rows costs as
     much. Scales are those of whole rows, so that the order of a model's channels changes no rounding.
     """
+
+    fused: ModuleType | None = None  # `triton_rows`, where a device runs it and the method's scales are those of rows
 
     def __init__(self, device: torch.device, permutation_seed: int | None = 0) -> None:
         super().__init__(device)
@@ -43,6 +49,10 @@ class W8A8(LinearMethod):
 
     def rescale(self, products: Tensor, scale: Tensor, packed: PackedLinear) -> Tensor:
         """Products back to real numbers (scales and bias applied in FP32), [rows, N] in ``activation_dtype``."""
+        if self.fused is not None and not torch.compiler.is_compiling():
+            weight_scale = packed.tensors["scale"]
+            fused: Tensor = self.fused.rescale_rows(products, scale, weight_scale, packed.bias, self.activation_dtype)
+            return fused
         y = products.float().mul_(scale).mul_(packed.tensors["scale"])
         if packed.bias is not None:
             y.add_(packed.bias)
@@ -65,6 +75,18 @@ class W8A8(LinearMethod):
         return self._head
 
 
+def row_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels around a product, None where they do not run. `torch.compile` fuses the plain operators itself.
+
+    Imported when it is used: the package exists on few CPU-only machines, and reads its settings then.
+    """
+    if device.type != "cuda" or why_no_triton(device):
+        return None
+    from impls.precision import triton_rows
+
+    return triton_rows
+
+
 def symmetric_scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
     """FP32 scales that map the largest magnitude (along ``dim``; of the whole tensor if None) to ``largest``."""
     peak = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
@@ -73,7 +95,7 @@ def symmetric_scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of x as INT8 in -127..127 (symmetric, so -128 stays unused) and FP32 scales [rows, 1]."""
-    scale = symmetric_scale(x, 127.0, dim=1)
+    scale = symmetric_scale(x, LARGEST[torch.int8], dim=1)
     return x.float().div(scale).round_().clamp_(-127, 127).to(torch.int8), scale
 
 

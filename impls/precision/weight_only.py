@@ -111,6 +111,7 @@ class Int2(WeightOnly):
 
 
 def as_groups(packed: PackedLinear) -> PackedGroups:
+    """What `GroupedGemm.pack` gave."""
     assert isinstance(packed, PackedGroups)  # what `GroupedGemm.pack` gave
     return packed
 

@@ -9,13 +9,20 @@ from impls.seams.decoding import (
     DraftHead,
     DraftResources,
     DraftTokens,
-    LayerStorage,
     ModelRunner,
     NonFiniteLogitsError,
     Proposer,
 )
-from impls.seams.execution import CausalLM, Executor, LayerAttention
-from impls.seams.kv_cache import BlockStorage, Fetch, KVCacheManager, KVReservation, PrefixIndex, SwapSpace
+from impls.seams.execution import CausalLM, Executor, LayerAttention, StepLimits
+from impls.seams.kv_cache import (
+    BlockStorage,
+    Fetch,
+    KVCacheManager,
+    KVReservation,
+    LayerStorage,
+    PrefixIndex,
+    SwapSpace,
+)
 from impls.seams.precision import LinearMethod, PackedLinear
 from impls.seams.target import DraftForward, Emission, ForeignTarget, StepResult, StepStats, Target
 from impls.seams.topology import EngineBuilder, Topology
@@ -54,6 +61,7 @@ __all__ = [
     "ScheduledStep",
     "Scheduler",
     "StepBatch",
+    "StepLimits",
     "StepResult",
     "StepStats",
     "SwapSpace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 KV_SCALE_BYTES = 2  # BF16: what scales the 8-bit keys, or values, of one token and one head
@@ -48,6 +48,8 @@ class Arm:
     """What `validate` of an axis option may look at: the whole arm, resolved, before anything is built.
 
     ``axes`` maps a group name (batching, kv_cache, ...) to its resolved config; ``device`` is "cpu" or "cuda".
+    ``stored_types``: by Hugging Face name, in what blocks a GGUF file holds each weight (Q4_1, F32, ...); empty for
+    other models.
     """
 
     axes: Mapping[str, Mapping[str, Any]]
@@ -56,3 +58,4 @@ class Arm:
     device: str
     kv_budget_bytes: int
     element_bytes: int = 2
+    stored_types: Mapping[str, str] = field(default_factory=dict)

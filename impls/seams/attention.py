@@ -35,6 +35,7 @@ class StepBatch:
 
     @property
     def num_rows(self) -> int:
+        """Of all sequences together, static batching's padding and dead rows included."""
         return int(self.input_ids.shape[0])
 
     @property
@@ -77,6 +78,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @abstractmethod

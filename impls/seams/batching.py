@@ -39,11 +39,6 @@ class ScheduledStep:
     def is_empty(self) -> bool:
         return not self.num_scheduled_tokens
 
-    @property
-    def total_tokens(self) -> int:
-        """Rows that the model computes in this step."""
-        return sum(self.num_scheduled_tokens.values()) + sum(self.padding_tokens.values())
-
 
 class Scheduler(ABC):
     """A pure policy over its queues and the cache's free space; knows no model and no tensor.
@@ -59,10 +54,12 @@ class Scheduler(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @abstractmethod
-    def add(self, sequence: Sequence, now_s: float) -> None: ...
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """It waits from now on, be it new or begun elsewhere (`num_computed_tokens` > 0)."""
 
     @abstractmethod
     def schedule(self, now_s: float) -> ScheduledStep:
@@ -91,7 +88,8 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def num_waiting(self) -> int: ...
+    def num_waiting(self) -> int:
+        """Those that the next step will reject included."""
 
     @property
     @abstractmethod

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from impls.request import Request, Sequence
 from impls.seams.arm import Arm, ModelShape
-from impls.seams.attention import AttentionBackend, LayerCache, StepBatch
+from impls.seams.attention import AttentionBackend, StepBatch
 from impls.seams.execution import CausalLM
+from impls.seams.kv_cache import LayerStorage
 from impls.seams.target import DraftForward
 
 
@@ -54,6 +55,7 @@ class Decoder(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @classmethod
@@ -111,16 +113,6 @@ class ModelRunner(Protocol):
         """Such a head has run: for the step's cost."""
 
 
-class LayerStorage(Protocol):
-    """One layer's keys and values, or what else a proposer keeps for each position, in the sequences' blocks."""
-
-    def k(self, layer: int) -> LayerCache: ...
-
-    def v(self, layer: int) -> LayerCache: ...
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
-
-
 class DraftHead(Protocol):
     """What the cost of a head's forward depends on; as `CausalLM` has them.
 
@@ -173,6 +165,7 @@ class Proposer(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @classmethod
@@ -195,6 +188,9 @@ class Proposer(ABC):
 
     def observe(self, batch: StepBatch, hidden_states: Tensor | None) -> None:
         """After every step, prefill included: final-normed hidden states [T, hidden]."""
+
+    def truncate(self, seq_id: str, num_tokens: int) -> None:
+        """The sequence was swapped out: of what lies in its blocks, so many positions are sure to come back."""
 
     def forget(self, seq_id: str) -> None:
         """The sequence finished or was preempted: drop what is kept for it."""

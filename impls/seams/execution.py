@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -20,7 +21,7 @@ class CausalLM(Protocol):
     """What an executor runs: a Llama-family model over the flattened rows of a step."""
 
     shape: ModelShape
-    method: LinearMethod
+    method: LinearMethod  # through which `forward` sends every linear layer but the head
     elementwise_kernel: str  # what runs between the linear layers, for the record
     packed_by: str | None  # how its layers came by what a text taught them, for the record; None: they learnt nothing
 
@@ -52,6 +53,16 @@ class CausalLM(Protocol):
         """[R, hidden] to FP32 [R, vocab]."""
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """What no step goes beyond. num_draft_tokens: of one sequence, which are verified in one step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_draft_tokens: int = 0
+
+
 class Executor(ABC):
     """How a step is launched. Eager is the norm; compiled and graph variants must match it."""
 
@@ -60,9 +71,11 @@ class Executor(ABC):
     overlap: bool = False  # may the engine prepare a step while the one before it runs?
     compiler: str | None = None  # of the operators between the linear layers; None: they run as the model has them
     attention_s: float | None = None  # of the last `execute`: inside `LayerAttention`; None where it cannot be told
+    replayed: bool = False  # was the last `execute` the replay of a captured graph?
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @abstractmethod
@@ -73,5 +86,5 @@ class Executor(ABC):
     def draft(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
         """For a proposer: FP32 logits [R, vocab] after the first ``num_layers`` layers (None = all)."""
 
-    def warm_up(self, max_num_seqs: int) -> None:
-        """Compile or capture every shape that will be run; called before the timed window."""
+    def warm_up(self, limits: StepLimits) -> None:
+        """Compile or capture every shape that will be run, and run the largest; called before the timed window."""

@@ -4,6 +4,7 @@ where those of preempted sequences wait."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from impls.seams.arm import Arm
+from impls.seams.attention import LayerCache
 
 
 class KVCacheManager(ABC):
@@ -24,6 +26,7 @@ class KVCacheManager(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @property
@@ -61,9 +64,6 @@ class KVCacheManager(ABC):
         """Hold blocks for positions 0..num_tokens-1, all or nothing; False leaves everything as it was."""
 
     @abstractmethod
-    def can_allocate(self, seq_id: str, num_tokens: int) -> bool: ...
-
-    @abstractmethod
     def commit(self, seq_id: str, num_computed_tokens: int) -> None:
         """These positions are written and verified; whatever was allocated past them stays reserved."""
 
@@ -80,7 +80,8 @@ class KVCacheManager(ABC):
         """Forget whatever could be shared. Sequences keep their blocks, and share nothing of them later."""
 
     @abstractmethod
-    def block_table(self, seq_id: str) -> Seq[int]: ...
+    def block_table(self, seq_id: str) -> array[int]:
+        """Of int32, as a step's tensors have them: a step of long sequences converts none."""
 
     @abstractmethod
     def reserved_tokens(self, seq_id: str) -> int:
@@ -111,6 +112,7 @@ class PrefixIndex(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @abstractmethod
@@ -131,7 +133,8 @@ class PrefixIndex(ABC):
         """Forget a block that `keep` kept; nothing known follows it."""
 
     @abstractmethod
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget everything."""
 
     @abstractmethod
     def contents(self) -> dict[int, tuple[int, ...]]:
@@ -155,10 +158,26 @@ class BlockStorage(Protocol):
     def export(self, blocks: Seq[int]) -> Tensor:
         """A copy of whole blocks, for `import_` of a storage of the same shape."""
 
-    def import_(self, blocks: Seq[int], data: Tensor) -> None: ...
+    def import_(self, blocks: Seq[int], data: Tensor) -> None:
+        """Write what `export` gave to as many blocks, in the same order."""
 
     def empty(self, num_blocks: int) -> Tensor:
         """Unfilled memory for what `export` gives of so many blocks."""
+
+
+class LayerStorage(Protocol):
+    """Keys and values of each layer, or what else is kept for each position, in the sequences' blocks:
+    [num_blocks, block_size, num_kv_heads, head_dim] each."""
+
+    num_blocks: int
+    block_size: int
+
+    def k(self, layer: int) -> LayerCache: ...
+
+    def v(self, layer: int) -> LayerCache: ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """k, v: [T, num_kv_heads, head_dim]; slot_mapping: as `StepBatch`'s."""
 
 
 # Writes a sequence's keys and values to these blocks of the storage; bytes copied.
@@ -192,4 +211,5 @@ class SwapSpace(Protocol):
         """It will not run again; nothing may be kept of it."""
 
     @property
-    def kept_bytes(self) -> int: ...
+    def kept_bytes(self) -> int:
+        """In host memory now."""

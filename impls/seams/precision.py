@@ -23,6 +23,7 @@ class PackedLinear:
     bias: Tensor | None = None
 
     def num_bytes(self) -> int:
+        """Of its tensors, scales included; a bias is not."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
@@ -48,6 +49,7 @@ class LinearMethod(ABC):
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
+        """Reasons why the arm cannot run with this option; empty if it can."""
         return []
 
     @classmethod
@@ -62,6 +64,10 @@ class LinearMethod(ABC):
     def pack_calibrated(self, weight: Tensor, inputs: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """`pack` for a layer that reads the likes of ``inputs``, [T, in_features] in ``activation_dtype``."""
         return self.pack(weight, bias)
+
+    def example(self, weight: Tensor) -> Tensor:
+        """The nearest FP32 weights that `pack` takes: for a probe of the method's speed, which has no model's layer."""
+        return weight
 
     @abstractmethod
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -84,3 +90,8 @@ class LinearMethod(ABC):
     def head_method(self) -> LinearMethod:
         """The method for the LM head; the quantised methods leave it in BF16, as deployed checkpoints do."""
         return self
+
+    def draft_head_method(self) -> LinearMethod:
+        """The method for a draft head that was trained beside the model: as for the LM head, if `pack` takes any
+        weights."""
+        return self.head_method()

@@ -12,7 +12,9 @@ from impls.seams.kv_cache import KVReservation
 
 @dataclass(frozen=True)
 class Emission:
-    """Tokens of one request, with the time at which they left the engine. ``finish_reason`` is set on the last."""
+    """Tokens of one request, with the time at which they left the engine. ``finish_reason`` is set on the last: length,
+    stop, error, truncated, aborted or rejected.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -57,6 +59,7 @@ class StepStats:
     prefill_only: bool = False  # of a worker that ends every request with its first token
     transfers: dict[str, tuple[int, float]] = field(default_factory=dict)  # K/V copied from a worker: bytes, seconds
     attention_s: float | None = None  # the part of forward_s in which layers store K/V and attend; None: not known
+    replayed: bool = False  # was its forward pass the replay of a captured graph?
     prefill_tokens: int = 0
     decode_tokens: int = 0
     padding_tokens: int = 0

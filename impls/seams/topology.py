@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -31,12 +31,20 @@ class EngineBuilder(Protocol):
     def storage(self, config: Config, memory: Tensor) -> BlockStorage:
         """The storage that an engine of this config has in ``memory``, seen from another process."""
 
+    def fingerprint(self, config: Config) -> str:
+        """Identifies the weights that an engine of this config has, on whatever machine it is made."""
+
     def engine(self, config: Config, clock: Clock, memory: Tensor | None) -> Any:
         """An `Engine`; with ``memory`` one whose `kv` can hold blocks beyond their sequence's end (`HeldBlocks`)."""
 
 
 class Topology(ABC):
-    """A `Target` made of several engines, each in a worker process."""
+    """A `Target` made of several engines, each in a worker process.
+
+    ``waited_s``: how long workers of other hosts were waited for, which is no part of what a start takes.
+    """
+
+    waited_s: float = 0.0
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -46,6 +54,13 @@ class Topology(ABC):
     @abstractmethod
     def worker_configs(cls, config: Config) -> dict[str, dict[str, Any]]:
         """By worker's name: the arm's config with the batching policy, KV bytes and threads that are this worker's."""
+
+    @classmethod
+    def devices(cls, config: Config) -> dict[str, str]:
+        """By name of each worker of this host: the device that it computes on, as torch names it. By default all share
+        the first."""
+        here = [name for name in cls.worker_configs(config) if name not in config["topology"].get("remote", ())]
+        return dict.fromkeys(here, str(config["device"]["name"]))
 
     @abstractmethod
     def add_request(self, request: Request) -> None: ...
@@ -80,9 +95,18 @@ class Topology(ABC):
         return None
 
     @property
+    def remote(self) -> Sequence[str]:
+        """Which workers are on other hosts."""
+        return ()
+
+    def clock_errors(self) -> Mapping[str, float]:
+        """Of each of those: by how many seconds at most the time that it tells has been wrong so far."""
+        return {}
+
+    @property
     @abstractmethod
     def pids(self) -> list[int]:
-        """The processes of the workers that are alive, as far as is known."""
+        """The processes of this host's workers that are alive, as far as is known."""
 
     @property
     @abstractmethod

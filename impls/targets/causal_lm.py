@@ -22,12 +22,14 @@ def causal_lm(
     rounding: torch.dtype,
     device: torch.device,
     dtype: torch.dtype,
+    attn_implementation: str | None = None,
 ) -> Any:
     """`LlamaForCausalLM`, or `Qwen3ForCausalLM` where queries and keys are normed, every parameter in ``dtype``.
 
     weights: FP32, by Hugging Face name, each asked for once and rounded once, to ``rounding``. The rotary
     frequencies are ours, in FP32: whatever scaling a checkpoint declares, both models turn by the same angles. A
     projection that transformers gives a bias and the checkpoint does not (Qwen2's output) gets one of zeros.
+    attn_implementation: as the library names it; None: its own choice. ImportError, ValueError if it has none such.
     """
     transformers: Any = import_module("transformers")
     family, options = ("Qwen3", {}) if shape.qk_norm else ("Llama", {"mlp_bias": shape.mlp_bias})
@@ -47,6 +49,7 @@ def causal_lm(
         bos_token_id=None,
         eos_token_id=None,
         dtype=dtype,
+        attn_implementation=attn_implementation,
         **options,
     )
     with torch.device("meta"):
@@ -55,7 +58,8 @@ def causal_lm(
     for name, parameter in model.state_dict().items():
         if name == HEAD and shape.tie_embeddings:
             continue
-        source = weights[name] if name in weights or not name.endswith(".bias") else torch.zeros(parameter.shape)
+        given = not name.endswith(".bias") or name in weights  # asking costs the tensor
+        source = weights[name] if given else torch.zeros(parameter.shape)
         state[name] = source.to(device, rounding).to(dtype)
     if shape.tie_embeddings:
         state[HEAD] = state[EMBEDDING]

@@ -13,6 +13,7 @@ import torch
 from impls.request import Request, SamplingParams
 from impls.seams import Clock, Emission, KVCacheManager, StepResult, never_runs
 from impls.targets.causal_lm import kernels_of, resident_bytes
+from impls.targets.pages import FAST_PAGE, is_flash
 
 LOOK_S = 0.5  # how often a wait looks whether the library's thread still lives
 CLOSE_S = 30.0
@@ -72,7 +73,8 @@ class ContinuousBatchingTarget:
 
     @property
     def kernels(self) -> Mapping[str, str]:
-        return kernels_of(self._model)
+        found = kernels_of(self._model)
+        return {**found, "kv_cache": f"{found['kv_cache']} in pages of {self._kv.block_size}"}
 
     # --- the Target protocol ------------------------------------------------------------------------------------------
 
@@ -145,9 +147,17 @@ class ContinuousBatchingTarget:
             eos_token_id=-1, do_sample=sampling.temperature > 0, **(drawn if sampling.temperature > 0 else {})
         )
         limits = transformers.ContinuousBatchingConfig(**self._limits, seed=sampling.seed)
-        if self._kv.block_size % 256:  # its kernel for decodes, FlashAttention through a block table, takes no other
-            limits.max_blocks_per_request = 0
+        limits.max_blocks_per_request = self._fast_blocks()
         return self._model.init_continuous_batching(generation_config=config, continuous_batching_config=limits)
+
+    def _fast_blocks(self) -> int:
+        """Pages of its longest request, for its kernel for decodes; 0: that one cannot run. As many as it asks for
+        itself where it is told of lengths: one more than needed, and even."""
+        page = self._kv.block_size
+        if page % FAST_PAGE or not is_flash(self._model.config._attn_implementation):
+            return 0
+        blocks = -(-self.max_model_len // page) + 1
+        return blocks + blocks % 2
 
     @torch.inference_mode()
     def _start(self, sampling: SamplingParams) -> None:

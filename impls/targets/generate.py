@@ -69,11 +69,10 @@ class GenerateTarget:
 
     def abort(self, request_id: str) -> None:
         """Its row is computed on, as `generate` cannot drop one, until no other is left."""
-        if self._sequences.pop(request_id, None) is None:
-            return
-        self._scheduler.abort(request_id)
         self._held_back = [emission for emission in self._held_back if emission.request_id != request_id]
-        self._end_batch_if_over()
+        if self._sequences.pop(request_id, None) is not None:
+            self._scheduler.abort(request_id)
+            self._end_batch_if_over()
 
     def close(self) -> None:
         for request_id in list(self._sequences):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from impls.models.source import ModelSource
 from impls.seams import Arm, Clock, ForeignTarget, KVCacheManager, ModelShape, Scheduler
+from impls.targets.pages import FAST_PAGE, is_flash
 
 OLDEST = (5, 24)  # where continuous batching has the interface that is used here
 INSTALL = "pip install 'llm-serving-harness[transformers]'"
@@ -36,6 +38,7 @@ ALWAYS: Mapping[str, Sequence[str]] = {
 FIXED_BATCHING = {"preemption": "recompute", "order": "fcfs", "watermark": 0.0}
 
 
+@dataclass(frozen=True)
 class Transformers:
     """`batching=static` is `generate`; `continuous` and `chunked_prefill` are its continuous batching, which splits a
     prompt where a step has no room for all of it. Every other axis must say what the library really does, or the arm
@@ -44,7 +47,12 @@ class Transformers:
     `precision=bf16` rounds the weights to BF16. On a device that multiplies BF16 everything is computed and kept in it;
     elsewhere, where BF16 makes the library's prefill four times as long, weights, activations, keys and values are in
     FP32, as our own activations are. The KV budget is in bytes: it holds half as many positions in FP32.
+
+    `target.attn_implementation` names its attention as the library does; null: its own choice. Of FlashAttention its
+    continuous batching has a kernel for decodes, which takes pages of `FAST_PAGE` positions: it gets them then.
     """
+
+    attn_implementation: str | None = None
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -68,13 +76,20 @@ class Transformers:
         for option, only in FIXED_BATCHING.items():
             if batching.get(option, only) != only:
                 reasons.append(f"batching.{option}={batching[option]}: transformers sees to it; allowed: {only}")
+        attn = arm.axes.get("target", {}).get("attn_implementation")
+        if is_flash(attn) and (arm.device != "cuda" or arm.axes["precision"]["name"] != "bf16"):
+            reasons.append(f"target.attn_implementation={attn}: needs device=cuda and precision=bf16")
         if batching["name"] != "static" and int(arm.axes["kv_cache"].get("block_size", 16)) < 4:
             reasons.append("kv_cache.block_size: transformers has no pages of fewer than 4 positions; nearest: 4")
         return reasons + impossible(arm.model)
 
-    @classmethod
+    def cache_options(self, axes: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+        """Of `kv_cache`, what it needs otherwise than the arm has it; the record names its pages."""
+        paged = axes["batching"]["name"] != "static" and is_flash(self.attn_implementation)
+        return {"block_size": FAST_PAGE} if paged and int(axes["kv_cache"]["block_size"]) % FAST_PAGE else {}
+
     def build(
-        cls,
+        self,
         *,
         source: ModelSource,
         axes: Mapping[str, Mapping[str, Any]],
@@ -92,7 +107,8 @@ class Transformers:
         from impls.targets.generate import GenerateTarget
 
         weights: Mapping[str, Tensor] = source.weights()
-        model = causal_lm(source.shape, weights, DTYPES[axes["precision"]["name"]], device, dtype)
+        rounding = DTYPES[axes["precision"]["name"]]
+        model = causal_lm(source.shape, weights, rounding, device, dtype, self.attn_implementation)
         if axes["batching"]["name"] == "static":
             return GenerateTarget(
                 model=model,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from impls.request import Request
 from impls.seams import Arm, Clock, EngineBuilder, never_runs
 from impls.seams.topology import Config
 from impls.topology.distributed import DistributedTransfer
-from impls.topology.options import count_reasons, shown_late, worker_config
+from impls.topology.meeting import address_of
+from impls.topology.options import count_reasons, remote_reasons, shown_late, worker_config
 from impls.topology.shared_memory import SharedMemoryTransfer
-from impls.topology.transfer import KVTransfer
+from impls.topology.transfer import LOOPBACK, KVTransfer
 from impls.topology.workers import WorkerGroup
 
 ROLES = ("prefill", "decode")
@@ -26,6 +28,7 @@ class Disaggregated(WorkerGroup):
     prefill, decode: ``workers``; ``threads`` of each (None: the device's); ``batching``, an option of that group (None:
     the arm's); ``max_num_seqs`` in its place; for prefill ``kv_share``, the part of the KV budget that its workers
     divide, the decode workers have the rest. transfer: one of `TRANSFERS`; transfer_timeout_s: its time-out.
+    remote, listen: the workers that are on other hosts, and where they dial in (`WorkerGroup`).
 
     A prompt's blocks stay with the prefill worker until the decode worker that was chosen has admitted the sequence, by
     its own policy and as its own pool allows, and has copied them. So a full decode pool is felt where requests come
@@ -40,6 +43,8 @@ class Disaggregated(WorkerGroup):
         decode: Mapping[str, Any],
         transfer: str,
         transfer_timeout_s: float,
+        remote: Seq[str],
+        listen: str | None,
         arm: Config,
         builder: EngineBuilder,
         clock: Clock,
@@ -49,9 +54,19 @@ class Disaggregated(WorkerGroup):
         entries, decoders = ([name for name in configs if name.startswith(role)] for role in ROLES)
         self._decode_cache = builder.cache(configs[decoders[0]])
         self._max_model_len = max_model_len
-        self._route = TRANSFERS[transfer].route(str(arm["device"]["name"]))
-        made = TRANSFERS[transfer]({name: configs[name] for name in entries}, decoders, builder, transfer_timeout_s)
-        super().__init__(configs, entries=entries, decoders=decoders, transfer=made, builder=builder, clock=clock)
+        self._route = TRANSFERS[transfer].route(str(arm["device"]["name"]), len(remote))
+        met = (remote, LOOPBACK if listen is None else address_of(listen)[0])
+        producers = {name: configs[name] for name in entries}
+        super().__init__(
+            configs,
+            entries=entries,
+            decoders=decoders,
+            transfer=TRANSFERS[transfer](producers, decoders, builder, transfer_timeout_s, *met),
+            builder=builder,
+            clock=clock,
+            remote=remote,
+            listen=listen,
+        )
 
     @classmethod
     def validate(cls, arm: Arm) -> list[str]:
@@ -78,8 +93,11 @@ class Disaggregated(WorkerGroup):
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             reasons.append(f"topology.transfer_timeout_s={timeout_s}: must be a number of seconds above 0")
         if not reasons:
-            workers = sum(int(options[role]["workers"]) for role in ROLES)
-            reasons += TRANSFERS[transfer].unsupported(arm.device, workers)
+            names = [f"{role}{i}" for role in ROLES for i in range(int(options[role]["workers"]))]
+            reasons += remote_reasons(options, names)
+        if not reasons:
+            elsewhere = len(options["remote"])
+            reasons += TRANSFERS[transfer].unsupported(arm.device, len(names) - elsewhere, elsewhere)
         return reasons
 
     @classmethod
@@ -99,10 +117,20 @@ class Disaggregated(WorkerGroup):
                 )
         return configs
 
+    @classmethod
+    def devices(cls, config: Config) -> dict[str, str]:
+        """A GPU for each worker where keys and values pass between GPUs (`DistributedTransfer.open`)."""
+        shared = super().devices(config)
+        if config["device"]["name"] != "cuda" or config["topology"]["transfer"] != "distributed":
+            return shared
+        return {worker: f"cuda:{rank}" for rank, worker in enumerate(shared)}
+
     @property
     def transfer_route(self) -> str | None:
         return self._route
 
     def never_runs(self, request: Request) -> str | None:
         """The prefill worker knows only of the first token: who is too long for the others is told so at once."""
+        if request.sampling.max_tokens == 1:  # it ends there
+            return None
         return never_runs(request, self._max_model_len, self._decode_cache, "the whole KV cache of a decode worker")

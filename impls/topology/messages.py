@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from impls.request import Request
@@ -42,8 +42,9 @@ class Drop:
 
 @dataclass(frozen=True)
 class Call:
-    """Answer with ``function(engine)``."""
+    """Answer with ``function(engine)``, and with the number."""
 
+    number: int
     function: Callable[[Any], Any]
 
 
@@ -63,17 +64,22 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Stepped:
-    """``taken``: requests whose keys and values have been copied here in this step."""
+    """``obeyed``: how many orders, calls aside, the worker had followed before this step. ``taken``: requests whose
+    keys and values have been copied here in this step. ``broken``: workers from which no more can be had, as was found
+    out in this step, and why."""
 
     result: StepResult
+    obeyed: int
     handed_over: tuple[HandOver, ...] = ()
     taken: tuple[str, ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a `Call`; the first one, without a value, says that the engine is built."""
+    """Of a `Call`; number 0, without a value, says that the engine is built."""
 
+    number: int = 0
     value: Any = None
 
 

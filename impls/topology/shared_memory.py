@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from multiprocessing.sharedctypes import RawArray
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,23 @@ class SharedMemoryTransfer(KVTransfer):
     outlives its producer: what was written can still be taken. Nobody is waited for, so no time runs out."""
 
     def __init__(
-        self, producers: Mapping[str, Config], consumers: Seq[str], builder: EngineBuilder, timeout_s: float
+        self, producers: Mapping[str, Config], consumers: Seq[str], builder: EngineBuilder, *options: Any
     ) -> None:
-        super().__init__(producers, consumers, builder, timeout_s)
+        super().__init__(producers, consumers, builder, *options)
         self._pools = {n: RawArray(ctypes.c_ubyte, builder.storage_bytes(config)) for n, config in producers.items()}
         self._storages: dict[str, BlockStorage] = {}
 
     @staticmethod
-    def unsupported(device: str, num_workers: int) -> list[str]:
-        if device == "cpu":
-            return []
-        return [f"topology.transfer=shared_memory: device={device} keeps keys and values elsewhere (distributed)"]
+    def unsupported(device: str, num_workers: int, num_remote: int = 0) -> list[str]:
+        found = []
+        if device != "cpu":
+            found.append(f"device={device} keeps keys and values elsewhere")
+        if num_remote:
+            found.append("workers on other hosts see no memory of this one")
+        return [f"topology.transfer=shared_memory: {why} (distributed)" for why in found]
 
     @staticmethod
-    def route(device: str) -> str:
+    def route(device: str, num_remote: int = 0) -> str:
         return "shared memory bandwidth"
 
     def open(self, worker: str) -> Tensor | None:

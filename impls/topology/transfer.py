@@ -11,6 +11,8 @@ from torch import Tensor
 from impls.seams import BlockStorage, EngineBuilder
 from impls.seams.topology import Config
 
+LOOPBACK = "127.0.0.1"  # where workers of this host find each other
+
 
 class TransferError(Exception):
     """Keys and values could not be had; the message says why."""
@@ -21,23 +23,32 @@ class KVTransfer(ABC):
 
     Made in the router's process, where it lives as long as its workers; a copy travels to each of them with its plan
     and is opened there. What passes is what `BlockStorage.export` gives, scales of 8-bit vectors included; the consumer
-    asks for it. ``timeout_s``: how long a consumer waits for a worker that does not answer.
+    asks for it. ``timeout_s``: how long a consumer waits for a worker that does not answer. ``remote``: those that are
+    on other hosts, and reach this one at ``address``.
     """
 
     def __init__(
-        self, producers: Mapping[str, Config], consumers: Seq[str], builder: EngineBuilder, timeout_s: float
+        self,
+        producers: Mapping[str, Config],
+        consumers: Seq[str],
+        builder: EngineBuilder,
+        timeout_s: float,
+        remote: Seq[str] = (),
+        address: str = LOOPBACK,
     ) -> None:
         self.producers, self.consumers = producers, tuple(consumers)
         self.builder, self.timeout_s = builder, timeout_s
+        self.remote, self.address = tuple(remote), address
 
     @staticmethod
     @abstractmethod
-    def unsupported(device: str, num_workers: int) -> list[str]:
-        """Why so many workers on this kind of device cannot exchange keys and values this way."""
+    def unsupported(device: str, num_workers: int, num_remote: int = 0) -> list[str]:
+        """Why so many workers on this kind of device, and so many more on other hosts, cannot exchange keys and values
+        this way."""
 
     @staticmethod
     @abstractmethod
-    def route(device: str) -> str:
+    def route(device: str, num_remote: int = 0) -> str:
         """Whose bandwidth it is that a transfer is given, for the record."""
 
     @abstractmethod
@@ -51,6 +62,6 @@ class KVTransfer(ABC):
     def fetch(self, source: str, blocks: Seq[int], storage: BlockStorage, into: Seq[int]) -> int:
         """In a consumer: copy ``blocks`` of the producer ``source`` to as many of ``storage``; bytes copied.
 
-        They must be written, and stay as they are meanwhile. TransferError if ``source`` does not give them (any more),
-        within the time-out; ``into`` is then as it was.
+        They must be written, and stay as they are meanwhile. TransferError if ``source`` does not give them within the
+        time-out; ``into`` is then as it was, and no more can be had from ``source``.
         """

@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -39,13 +40,15 @@ class FollowedClock:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker is to be. ``transfer``: how it hands over, or takes, keys and values; None: it does neither."""
+    """What a worker is to be. ``transfer``: how it hands over, or takes, keys and values; None: it does neither.
+    ``fingerprint``: of the weights that it has to find where it runs; None: it runs where its router does."""
 
     name: str
     config: Config
     builder: EngineBuilder
     clock: Clock
     transfer: KVTransfer | None
+    fingerprint: str | None = None
 
 
 def run_worker(plan: WorkerPlan, connection: Connection) -> None:
@@ -67,7 +70,8 @@ def run_worker(plan: WorkerPlan, connection: Connection) -> None:
     except BrokenPipeError:
         return  # the router has closed; `_receive` is about to end this process too
     except Exception as error:  # whatever a technique raises ends this worker; its requests fail with these words
-        connection.send(Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500]))
+        with suppress(OSError):  # a router of another host may be gone by now
+            connection.send(Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500]))
         raise
 
 
@@ -86,6 +90,8 @@ class Worker:
     def __init__(self, plan: WorkerPlan) -> None:
         self.clock = FollowedClock(plan.clock)
         self._transfer = plan.transfer
+        if plan.fingerprint is not None and (own := plan.builder.fingerprint(plan.config)) != plan.fingerprint:
+            raise ValueError(f"the model's fingerprint is {own} there, {plan.fingerprint} here: other weights")
         memory = None if plan.transfer is None else plan.transfer.open(plan.name)
         self.engine = plan.builder.engine(plan.config, self.clock, memory)
         self._hands_over = memory is not None
@@ -94,7 +100,9 @@ class Worker:
         self._ready: list[tuple[str, tuple[int, ...]]] = []  # held in this step: request, blocks
         self._transfers: dict[str, tuple[int, float]] = {}  # taken in this step: request -> bytes, seconds
         self._lost: dict[str, str] = {}  # not to be had in this step: request -> reason
+        self._broken: dict[str, str] = {}  # nor ever: source -> reason
         self._can_run = False
+        self._obeyed = 0
         if self._hands_over:
             self.engine.before_finish = self._hold
 
@@ -123,9 +131,10 @@ class Worker:
         return None if wake is None else max(0.0, wake - now)
 
     def _obey(self, order: Order) -> Answer | None:
+        self._obeyed += not isinstance(order, Call)
         match order:
-            case Call(function):
-                return Answer(function(self.engine))
+            case Call(number, function):
+                return Answer(number, function(self.engine))
             case Drop(request_id):
                 self._requests.pop(request_id, None)
                 self.engine.abort(request_id)
@@ -155,6 +164,7 @@ class Worker:
                 size = transfer.fetch(order.source, order.blocks, storage, blocks)
             except TransferError as error:  # the step goes on: the rows of others are in it
                 self._lost[request_id] = f"keys and values could not be had from worker {order.source}: {error}"
+                self._broken[order.source] = str(error)
                 return 0
             self._transfers[request_id] = (size, self.clock.now() - start)
             return 0  # nothing was swapped in: it came from a worker
@@ -170,6 +180,7 @@ class Worker:
         result = self.engine.step(self.clock.now())
         ready, self._ready = dict(self._ready), []
         transfers, self._transfers = self._transfers, {}
+        broken, self._broken = self._broken, {}
         handed = []
         emissions = self._fail_lost()
         lost = {emission.request_id for emission in emissions}
@@ -184,7 +195,7 @@ class Worker:
             emissions.append(emission)
         if result.stats is not None:
             self._complete(result.stats, transfers)
-        return Stepped(StepResult(emissions, result.stats), tuple(handed), tuple(transfers))
+        return Stepped(StepResult(emissions, result.stats), self._obeyed, tuple(handed), tuple(transfers), broken)
 
     def _fail_lost(self) -> list[Emission]:
         """The ends of requests that were to go on with keys and values that did not come."""

@@ -21,6 +21,8 @@ HELD_OUT_SHARE = 16  # one passage in so many chooses the checkpoint instead of 
 
 @dataclass(frozen=True)
 class Passage:
+    """A piece of natural text that a prompt asks about."""
+
     kind: str  # prose | code
     text: str
 

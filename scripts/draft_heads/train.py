@@ -3,9 +3,7 @@
     python -m scripts.draft_heads.train --kind eagle --out eagle.safetensors --steps 900
     python -m scripts.draft_heads.train --kind medusa --out medusa.safetensors --unroll 4 --steps 900
 
-The loss is the cross-entropy to the target's own distribution over the draft vocabulary (exact: its head on the stored
-hidden states), plus, for EAGLE, a smooth L1 distance to those states; both at every step of an unrolled draft. The
-head's rows are the target's own, frozen and not stored.
+The head's rows are the target's own, frozen and not stored. The loss: `objective`.
 """
 
 from __future__ import annotations
@@ -15,89 +13,43 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.arm import option
 from impls.models.source import open_model
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from impls.seams import ModelShape
+from scripts.draft_heads import head_file
 from scripts.draft_heads.batches import Batch, epochs, grouped
-from scripts.draft_heads.fast_linear import linear
 from scripts.draft_heads.generate import default_folder
 from scripts.draft_heads.modules import EagleHead, MedusaHeads
+from scripts.draft_heads.objective import Teacher, acceptance, loss_of, tokens_per_step
 from scripts.draft_heads.shards import Generated, read_shard, shard_paths
 
-STEP_WEIGHT = 0.8  # of each further step of the unrolled draft
-FEATURE_WEIGHT = 0.5
 WARM_UP = 0.04  # share of the steps
 RECORDED = ("steps", "minutes", "unroll", "unroll_from", "rows", "learning_rate", "seed")
 
 
-def draft_vocabulary(sequences: Sequence[Generated], size: int) -> tuple[Tensor, float]:
-    """The most frequent tokens of the generated text, ascending ids, and which share of that text they are."""
+def token_counts(sequences: Iterable[Generated]) -> Counter[int]:
+    """How often each token was generated."""
     counts: Counter[int] = Counter()
     for sequence in sequences:
         counts.update(sequence.tokens[sequence.num_prompt_tokens :].tolist())
-    common = counts.most_common(size)
-    ids = torch.tensor(sorted(token for token, _ in common))
-    return ids, sum(count for _, count in common) / max(1, counts.total())
+    return counts
 
 
-class Teacher:
-    """What the target says at the rows of a batch."""
-
-    def __init__(self, head: Tensor, token_ids: Tensor) -> None:
-        self.head, self.token_ids = head[token_ids].contiguous(), token_ids
-
-    @torch.no_grad()
-    def distribution(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.head).softmax(-1)
+def most_frequent(counts: Counter[int], size: int) -> Tensor:
+    """The draft vocabulary: int64 [size or fewer], ascending ids."""
+    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
 
 
-def loss_of(outputs: Sequence[Tensor], batch: Batch, teacher: Teacher, features: bool) -> Tensor:
-    """Mean over the rows that each step may count, and over the steps by weight."""
-    wanted = teacher.distribution(batch.hidden)
-    scale = batch.hidden.pow(2).mean().sqrt()
-    total, weights = torch.zeros(()), 0.0
-    for step, hidden in enumerate(outputs):
-        rows = (batch.age >= step).nonzero().squeeze(1)
-        if not len(rows):
-            continue
-        logits = linear(hidden[rows], teacher.head)
-        loss = F.cross_entropy(logits, wanted[rows])
-        if features:
-            loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(hidden[rows] / scale, batch.hidden[rows] / scale)
-        total, weights = total + STEP_WEIGHT**step * loss, weights + STEP_WEIGHT**step
-    return total / weights
-
-
-@torch.no_grad()
-def acceptance(module: EagleHead | MedusaHeads, sets: Sequence[Batch], teacher: Teacher, steps: int) -> list[float]:
-    """Of greedy sequences: how often draft j + 1 is the target's token, where all drafts before it were."""
-    stood = torch.zeros(steps)
-    tried = torch.zeros(steps)
-    for batch in sets:
-        chain = torch.zeros(0)
-        for step, hidden in enumerate(module(batch, steps)):
-            drafted = teacher.token_ids[linear(hidden, teacher.head).argmax(-1)]
-            right = (drafted == batch.labels) & batch.greedy & (batch.age >= step)
-            before = torch.ones_like(right) if step == 0 else chain.roll(1, 0)
-            counted = before & batch.greedy & (batch.age >= step)
-            chain = right & counted
-            stood[step] += chain.sum()
-            tried[step] += counted.sum()
-    return (stood / tried.clamp(min=1)).tolist()
-
-
-def tokens_per_step(rates: Sequence[float]) -> float:
-    return 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
+def coverage(counts: Counter[int], token_ids: Tensor) -> float:
+    """Which share of the text can be drafted."""
+    return sum(counts[token] for token in token_ids.tolist()) / max(1, counts.total())
 
 
 def train(
@@ -146,41 +98,19 @@ def train(
         optimizer.step()
         total, counted = total + loss.item(), counted + 1
         if step % evaluate_every == 0 or progress >= 1:
-            rates = acceptance(module, held_out, teacher, max(unroll, 3))
-            shown = [round(rate, 4) for rate in rates]
-            curve.append({"step": step, "loss": round(total / counted, 4), "held_out_acceptance": shown})
+            rates, seconds = acceptance(module, held_out, teacher, max(unroll, 3))
+            point: dict[str, float | list[float]] = {"step": step, "loss": round(total / counted, 4)}
+            point["held_out_acceptance"] = [round(rate, 4) for rate in rates]
+            point["second_choice_where_it_fell"] = [round(rate, 4) for rate in seconds]
+            curve.append(point)
             print(f"{time.monotonic() - start:.0f} s", json.dumps(curve[-1]), flush=True)
             total, counted = 0.0, 0
             if out is not None and tokens_per_step(rates) > best:
                 best = tokens_per_step(rates)
-                save(out, module, teacher.token_ids, {**(about or {}), "curve": curve})
+                head_file.save(out, module, teacher.token_ids, {**(about or {}), "curve": curve})
         if progress >= 1:
             break
     return curve
-
-
-def save(path: Path, module: EagleHead | MedusaHeads, token_ids: Tensor, about: dict[str, object]) -> None:
-    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in module.tensors().items()}
-    part = path.with_suffix(".part")
-    save_file({**tensors, "token_ids": token_ids.int()}, part, metadata={"recipe": json.dumps(about)})
-    part.replace(path)
-
-
-@torch.no_grad()
-def restore(module: EagleHead | MedusaHeads, token_ids: Tensor, path: Path) -> None:
-    """What `save` wrote; the optimizer starts anew. ValueError if it drafts other tokens, or is of another size."""
-    found = load_file(path)
-    if not torch.equal(found["token_ids"].long(), token_ids):
-        raise ValueError(f"{path} has another draft vocabulary: the same shards and --vocabulary are needed to go on")
-    for name, tensor in module.tensors().items():
-        if name not in found or found[name].shape != tensor.shape:
-            raise ValueError(f"{path} has no {name} {list(tensor.shape)}: it is of another kind or --unroll")
-        tensor.copy_(found[name])
-
-
-def read_about(path: Path) -> str:
-    with safe_open(path, "pt") as file:
-        return str(file.metadata()["recipe"])
 
 
 def new_module(kind: str, shape: ModelShape, norm: Tensor, heads: int, seed: int) -> EagleHead | MedusaHeads:
@@ -199,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, help="end after so long, if that comes first")
     parser.add_argument("--unroll", type=int, default=3, help="drafts of a chain, or Medusa's heads")
     parser.add_argument("--unroll-from", type=float, default=0.0, help="share of it with the first draft only")
-    parser.add_argument("--start", type=Path, help="a file of weights to go on from; default: none, seeded")
+    parser.add_argument("--start", type=Path, help="a file of weights to go on from, with its draft vocabulary")
     parser.add_argument("--rows", type=int, default=700, help="drafting positions of a batch")
     parser.add_argument("--learning-rate", type=float, default=1.2e-3)
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that can be drafted")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that can be drafted (not with --start)")
     parser.add_argument("--evaluate-every", type=int, default=75)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="of torch; default: its own")
@@ -215,13 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("no shards in the folder: run scripts.draft_heads.generate first")
     weights = source.weights()
     embedding = weights[EMBEDDING].bfloat16()
-    token_ids, coverage = draft_vocabulary([s for s in sequences if not s.held_out], chosen.vocabulary)
+    counts = token_counts(s for s in sequences if not s.held_out)
+    token_ids = head_file.token_ids(chosen.start) if chosen.start else most_frequent(counts, chosen.vocabulary)
     head = weights[EMBEDDING if source.shape.tie_embeddings else HEAD]
     teacher = Teacher(head, token_ids)
     module = new_module(chosen.kind, source.shape, weights[FINAL_NORM], chosen.unroll, chosen.seed)
     if chosen.start:
         try:
-            restore(module, token_ids, chosen.start)
+            head_file.restore(module, chosen.start)
         except ValueError as error:
             parser.error(str(error))
     generated = sum(len(s.tokens) - s.num_prompt_tokens for s in sequences)
@@ -233,10 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "held_out_sequences": sum(s.held_out for s in sequences),
         "generated_tokens": generated,
         "draft_vocabulary": len(token_ids),
-        "coverage": round(coverage, 4),
+        "coverage": round(coverage(counts, token_ids), 4),
         "parameters": sum(p.numel() for p in module.parameters()),
         **{name: getattr(chosen, name) for name in RECORDED},
-        "start": json.loads(read_about(chosen.start)) if chosen.start else None,
+        "start": json.loads(head_file.read_about(chosen.start)) if chosen.start else None,
     }
     print(json.dumps(about), flush=True)
     train(

@@ -103,28 +103,17 @@ def test_wrong_tensors_are_refused_by_name() -> None:
     step = Step([(2, 20)], block_size=16)
     b = step.batch
     tables = (b.query_start, b.seq_lens, b.block_table)
+    paged = native.PagedAttention(*tables, 1.0)
     with pytest.raises(ValueError, match="q must be FP32 or BF16"):
-        native.paged_attention(step.q.double(), step.k, step.v, *tables, 1.0)
+        paged(step.q.double(), step.k, step.v)
     with pytest.raises(ValueError, match="dense in D"):
-        native.paged_attention(step.q, step.k[..., ::2], step.v[..., ::2], *tables, 1.0)
+        paged(step.q, step.k[..., ::2], step.v[..., ::2])
     with pytest.raises(ValueError, match="must be alike"):
-        native.paged_attention(step.q, step.k, step.v.bfloat16(), *tables, 1.0)
+        paged(step.q, step.k, step.v.bfloat16())
     with pytest.raises(ValueError, match="does not fit a cache of 2 heads"):
-        native.paged_attention(step.q[:, :5], step.k, step.v, *tables, 1.0)
+        paged(step.q[:, :5], step.k, step.v)
     with pytest.raises(ValueError, match="block_table must be contiguous int32"):
-        native.paged_attention(step.q, step.k, step.v, *tables[:2], b.block_table.long(), 1.0)
-
-
-@needs_native
-def test_torch_compile_keeps_the_call_in_its_graph() -> None:
-    step = Step(DECODE, block_size=16)
-    backend = step.backend(NativeAttention)
-    expected = step.run(backend)
-
-    def layer(q: torch.Tensor) -> torch.Tensor:
-        return backend.forward(q * 1, step.k, step.v, 0) + 1
-
-    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(step.q), expected + 1)
+        native.PagedAttention(*tables[:2], b.block_table.long(), 1.0)
 
 
 def test_validate_says_why_not() -> None:

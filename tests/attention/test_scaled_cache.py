@@ -91,28 +91,16 @@ def test_sdpa_counts_what_it_gathers_and_widens() -> None:
 def test_a_cache_and_its_scales_belong_together() -> None:
     step = Step([(2, 20)], block_size=16)
     scaled, _ = in_8_bits(step, torch.int8)
-    tables = (step.batch.query_start, step.batch.seq_lens, step.batch.block_table)
+    paged = native.PagedAttention(step.batch.query_start, step.batch.seq_lens, step.batch.block_table, 1.0)
     (k, k_scale), (v, v_scale) = scaled.k, scaled.v
     with pytest.raises(ValueError, match="a cache of 8 bits, and no other, has scales"):
-        native.paged_attention(step.q, k, v, *tables, 1.0)
+        paged(step.q, k, v)
     with pytest.raises(ValueError, match="a cache of 8 bits, and no other, has scales"):
-        native.paged_attention(step.q, step.k, step.v, *tables, 1.0, k_scale, v_scale)
+        paged(step.q, step.k, step.v, k_scale, v_scale)
     with pytest.raises(ValueError, match="v_scale must be BF16"):
-        native.paged_attention(step.q, k, v, *tables, 1.0, k_scale, v_scale.float())
+        paged(step.q, k, v, k_scale, v_scale.float())
     with pytest.raises(ValueError, match="must be alike"):
-        native.paged_attention(step.q, k, v.view(torch.float8_e4m3fn), *tables, 1.0, k_scale, v_scale)
-
-
-@needs_native
-def test_torch_compile_keeps_the_call_in_its_graph() -> None:
-    scaled, _ = in_8_bits(Step(DECODE, block_size=16), torch.int8)
-    backend = scaled.backend(NativeAttention)
-    expected = scaled.run(backend)
-
-    def layer(q: torch.Tensor) -> torch.Tensor:
-        return backend.forward(q * 1, scaled.k, scaled.v, 0) + 1
-
-    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(scaled.q), expected + 1)
+        paged(step.q, k, v.view(torch.float8_e4m3fn), k_scale, v_scale)
 
 
 def test_every_backend_says_how_it_reads_8_bits() -> None:

@@ -130,7 +130,7 @@ def test_buffers_serve_steps_in_and_out_of_inference_mode():
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), max_size=60),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_partition_puts_every_running_sequence_in_one_group_of_equal_queries(pairs, one_block):
     query_lens = [q for q, _ in pairs]
     kv_lens = [q + past for q, past in pairs]

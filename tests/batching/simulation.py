@@ -16,6 +16,11 @@ def request(request_id: str, prompt: int, output: int, arrival_s: float = 0.0, n
     return Request(request_id, tuple(range(prompt)), SamplingParams(max_tokens=output, n=n), arrival_s)
 
 
+def total_tokens(step: ScheduledStep) -> int:
+    """Rows that the model computes in this step."""
+    return sum(step.num_scheduled_tokens.values()) + sum(step.padding_tokens.values())
+
+
 @dataclass
 class Simulation:
     """Runs requests through a scheduler. Every step takes ``step_s``; ``drafts`` says how many the proposer offers."""
@@ -123,7 +128,7 @@ class Simulation:
     def _check(self, step: ScheduledStep, before: dict[str, int]) -> None:
         scheduler, kv = self.scheduler, self.kv
         kv.check_invariants()
-        assert step.total_tokens <= scheduler.max_num_batched_tokens, "over max_num_batched_tokens"
+        assert total_tokens(step) <= scheduler.max_num_batched_tokens, "over max_num_batched_tokens"
         assert len(scheduler.slots) == scheduler.max_num_seqs
         rows = self._rows()
         assert len(rows) == len(scheduler.running) <= scheduler.max_num_seqs, "over max_num_seqs"
@@ -158,5 +163,5 @@ class Simulation:
         cut = [seq_id for seq_id in missing if scheduled[seq_id] < missing[seq_id]]
         if cut:
             assert not self.scheduler.whole_prompts and len(cut) == 1 and missing[cut[0]] > 1
-            assert step.total_tokens == self.scheduler.max_num_batched_tokens, "a prompt waits beside an idle budget"
+            assert total_tokens(step) == self.scheduler.max_num_batched_tokens, "a prompt waits beside an idle budget"
             assert all(scheduled[s.seq_id] <= missing[s.seq_id] for s in live), "a draft displaces a required token"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation import Simulation, request
+from simulation import Simulation, request, total_tokens
 
 from impls.batching.chunked_prefill import ChunkedPrefill
 from impls.kv_cache.paged import PagedCache
@@ -63,7 +63,7 @@ def test_a_partial_prompt_keeps_its_row_and_its_blocks_and_nobody_joins_before_i
     assert len(table) == 8, "all that the prompt needs is held from the start"
     while long.num_computed_tokens < 24:
         assert sim.step().num_scheduled_tokens == {"long": 8}
-        assert sim.scheduler.slots.index("long") == row and sim.kv.block_table("long") == table
+        assert sim.scheduler.slots.index("long") == row and list(sim.kv.block_table("long")) == table
     assert sim.step().num_scheduled_tokens == {"long": 6, "short": 2}
 
 
@@ -95,8 +95,19 @@ def test_a_preempted_partial_prompt_starts_again_and_keeps_its_turn() -> None:
     assert sim.first_scheduled == ["a", "b", "c"]
 
 
+def test_nobody_joins_in_a_step_that_preempts() -> None:
+    sim = simulation(tokens=20, block_size=4, max_model_len=20)
+    sim.add(request("a", 5, 8))
+    sim.add(request("b", 2, 8))
+    sim.step()
+    assert sim.kv.allocate("b", 12)  # a proposer's lookahead: all five blocks are held
+    step = sim.until_preempted()  # a needs a third block; b would fit into what its going leaves
+    assert step.preempted == ("b",) and step.num_scheduled_tokens == {"a": 1}
+    assert set(sim.step().num_scheduled_tokens) == {"a", "b"}
+
+
 def test_the_longest_step_is_the_budget_where_continuous_batching_takes_a_whole_prompt() -> None:
     sim = simulation(max_num_seqs=4, max_num_batched_tokens=16)
     sim.run([request(str(i), 100 if i % 3 == 0 else 5, 10) for i in range(12)])
-    assert max(step.total_tokens for step in sim.steps) == 16
-    assert sum(step.total_tokens for step in sim.steps) == sum(100 if i % 3 == 0 else 5 for i in range(12)) + 12 * 9
+    assert max(total_tokens(step) for step in sim.steps) == 16
+    assert sum(total_tokens(step) for step in sim.steps) == sum(100 if i % 3 == 0 else 5 for i in range(12)) + 12 * 9

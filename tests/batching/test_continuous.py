@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation import Simulation, request
+from simulation import Simulation, request, total_tokens
 
 from impls.batching.continuous import ContinuousBatching
 from impls.kv_cache.contiguous import ContiguousCache
@@ -52,7 +52,7 @@ def test_a_prompt_joins_exactly_to_the_budget_beside_decodes_and_drafts() -> Non
         sim.add(request("c", 30, 2))
         sim.add(request("d", 1, 2))
         step = sim.step()
-        assert step.total_tokens == 2 * (1 + drafts) + (30 if joins else 0)
+        assert total_tokens(step) == 2 * (1 + drafts) + (30 if joins else 0)
         assert "d" not in step.num_scheduled_tokens, "nobody overtakes c, nor goes past the budget"
 
 
@@ -65,6 +65,14 @@ def test_drafts_are_cut_to_the_budget_before_any_required_token() -> None:
         sequence.draft_token_ids = [7, 8, 9]
     assert sim.scheduler.schedule(1.0).num_scheduled_tokens == {"a": 4, "b": 2, "c": 1, "d": 1}
     assert [s.draft_token_ids for s in sim.scheduler.running] == [[7, 8, 9], [7], [], []]
+
+
+def test_drafts_are_cut_to_max_model_len() -> None:
+    sim = simulation(max_model_len=16)
+    sim.add(request("a", 13, 3))
+    sim.step()
+    sim.scheduler.running[0].draft_token_ids = [7, 8, 9]
+    assert sim.scheduler.schedule(1.0).num_scheduled_tokens == {"a": 3}, "positions 13 to 15 are the last"
 
 
 def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
@@ -164,7 +172,7 @@ def test_bug_16_recomputing_is_work_not_a_prefix_hit() -> None:
     """vllm#25780: whatever is preempted is computed again in full, and shows as such."""
     sim = simulation(tokens=64, block_size=4, max_model_len=64)
     sim.run([request(name, 10, 20) for name in "abcde"])
-    rows = sum(step.total_tokens for step in sim.steps)
+    rows = sum(total_tokens(step) for step in sim.steps)
     assert sum(s.preemptions for s in sim.ended.values()) > 0
     assert rows > 5 * (10 + 19)  # without a preemption each position is computed once, the last token's never
 

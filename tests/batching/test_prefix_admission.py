@@ -18,7 +18,7 @@ from impls.kv_cache.radix import RadixTree
 
 @pytest.mark.parametrize("policy", [ContinuousBatching, ChunkedPrefill])
 @pytest.mark.parametrize("index", [HashChain, RadixTree])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_request_ends_once_whatever_it_shares(policy: type, index: type, data: st.DataObject) -> None:
     length = data.draw(st.integers(4, 40), "max_model_len")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation import Simulation, request
+from simulation import Simulation, request, total_tokens
 
 from impls.batching.static import StaticBatching
 from impls.kv_cache.contiguous import ContiguousCache
@@ -29,7 +29,7 @@ def test_a_batch_by_hand() -> None:
     ]
     assert [step.padding_tokens for step in sim.steps] == [{"a": 3, "c": 2}, {}, {}, {}, {}]
     assert [step.dead_rows for step in sim.steps] == [(), ("a",), ("a", "c"), ("a", "c"), ()]
-    assert [step.total_tokens for step in sim.steps] == [15, 3, 3, 3, 4]
+    assert [total_tokens(step) for step in sim.steps] == [15, 3, 3, 3, 4]
 
 
 def test_padding_is_allocated_and_a_dead_row_keeps_and_does_not_grow() -> None:
@@ -72,6 +72,22 @@ def test_formed_by_size_or_by_the_wait_of_the_oldest() -> None:
     sim.now_s = 2.5
     assert set(sim.step().num_scheduled_tokens) == {"c"}
     assert sim.scheduler.next_event_s(9.0) is None
+
+
+def test_no_batch_starts_while_others_hold_the_cache() -> None:
+    """As on a prefill worker, whose prompts stay until a decode worker has copied them. It must not be asked again
+    and again meanwhile: only an order can change anything."""
+    sim = simulation(tokens=32)
+    sim.kv.allocate("held", 17)
+    sim.add(request("a", 4, 1))
+    assert sim.step().is_empty and sim.scheduler.next_event_s(9.0) is None
+    sim.kv.free("held")
+    assert sim.scheduler.next_event_s(9.0) == 0.0
+    sim.kv.allocate("held", 16)
+    sim.add(request("b", 4, 1))
+    assert set(sim.step().num_scheduled_tokens) == {"a"}, "as many as there is room for"
+    sim.kv.free("held")
+    assert set(sim.step().num_scheduled_tokens) == {"b"}
 
 
 def test_a_batch_that_cannot_grow_does_not_wait() -> None:

@@ -17,6 +17,7 @@ from impls.seams import Arm, LinearMethod
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 576, 1536
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5, "w4a8": 0.5}  # without scales
 STEPS = {"decode": [(1, 256 + i) for i in range(16)], "prefill": [(128, 128), (128, 256)]}
 
 
@@ -51,7 +52,7 @@ def test_attention(benchmark: Any, project_conf: Any, name: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("name", WEIGHT_BYTES)
 def test_linear(benchmark: Any, project_conf: Any, name: str, rows: int) -> None:
     option = project_conf("precision", name)
     method: LinearMethod = locate(option)(
@@ -64,7 +65,7 @@ def test_linear(benchmark: Any, project_conf: Any, name: str, rows: int) -> None
     exact = x.double() @ method.dequantize(packed).to(DEVICE).double().T
     assert out.shape == exact.shape
     assert float((out.double() - exact).norm() / exact.norm()) < 0.05  # activations are rounded too
-    least = HIDDEN * INTERMEDIATE * (4 if name == "fp32" else 2 if method.emulated else {"bf16": 2}.get(name, 1))
+    least = HIDDEN * INTERMEDIATE * (2 if name == "fp8" and method.emulated else WEIGHT_BYTES[name])
     resident = packed.num_bytes()
     assert least <= resident <= 2.1 * least
     benchmark.extra_info.update(kernel=method.kernel, resident_bytes=resident)

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import best_seconds
+from conftest import best_seconds, slowness
 
 from impls.kv_cache.hash_chain import HashChain
 from impls.kv_cache.paged import PagedCache
@@ -47,7 +47,7 @@ def test_distinct_prompts(benchmark: Any, prefix: str) -> None:
     tokens = COUNT * PROMPT
     benchmark.extra_info.update(tokens=tokens)
     best = best_seconds(benchmark)
-    assert best is None or best / tokens < TARGET_S
+    assert best is None or best / tokens < TARGET_S * slowness()
 
 
 @pytest.mark.parametrize("prefix", INDEXES)
@@ -69,4 +69,4 @@ def test_known_prompts(benchmark: Any, prefix: str) -> None:
     found = benchmark.pedantic(run, rounds=7, warmup_rounds=1)
     assert found == (0 if prefix == "off" else (PROMPT - 1) // BLOCK * BLOCK)
     best = best_seconds(benchmark)
-    assert best is None or best / (COUNT * PROMPT) < TARGET_S
+    assert best is None or best / (COUNT * PROMPT) < TARGET_S * slowness()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import slowness
 from simulated_run import write_many
 
 from harness.report.__main__ import main
@@ -35,10 +36,11 @@ def test_report(benchmark: Any, tmp_path: Path, arms: int, trials: int) -> None:
     assert {arm["ratios"]["output_tokens_per_s"]["n"] for arm in list(summary["arms"].values())[1:]} == {trials}
     text = page.read_text("utf-8")
     assert all(f"arm{i}" in text for i in range(arms))
-    while cpu_s[-1] >= TARGET_S and len(cpu_s) < ATTEMPTS:
+    allowed_s = TARGET_S * slowness()
+    while cpu_s[-1] >= allowed_s and len(cpu_s) < ATTEMPTS:
         cpu_s.append(report())
     benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size, cpu_s=cpu_s, grown_bytes=grown)
-    assert min(cpu_s) < TARGET_S, f"{arms * trials} runs took {cpu_s} s of CPU time"
+    assert min(cpu_s) < allowed_s, f"{arms * trials} runs took {cpu_s} s of CPU time"
 
 
 def peak_bytes() -> int:

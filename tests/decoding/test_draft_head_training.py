@@ -20,9 +20,11 @@ from impls.models.eagle_head import EagleHead
 from impls.models.source import open_model
 from impls.models.tensors import EMBEDDING, FINAL_NORM, HEAD
 from impls.precision.fp32 import Fp32
+from scripts.draft_heads import head_file
 from scripts.draft_heads import train as training
 from scripts.draft_heads.batches import Batch, grouped
 from scripts.draft_heads.generate import arm_of, fill
+from scripts.draft_heads.objective import Teacher, acceptance
 from scripts.draft_heads.shards import Generated, read_shard, shard_paths
 from scripts.draft_heads.texts import stdlib_passages
 
@@ -100,9 +102,13 @@ def test_the_unrolled_draft_is_the_one_that_drafting_makes(folder: Path) -> None
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_training_lowers_the_loss_and_keeps_a_file_that_loads(kind: str, folder: Path, tmp_path: Path) -> None:
     found = sequences(folder)
-    token_ids, coverage = training.draft_vocabulary(found, 128)
-    assert 0 < coverage < 1 and len(token_ids) == 128
-    teacher = training.Teacher(WEIGHTS[HEAD], token_ids)
+    counts = training.token_counts(found)
+    token_ids = training.most_frequent(counts, 128)
+    assert len(token_ids) == 128 and token_ids.tolist() == sorted(token_ids.tolist())
+    assert 0 < training.coverage(counts, token_ids) < 1 == training.coverage(counts, torch.arange(4096))
+    kept = set(token_ids.tolist())
+    assert min(counts[token] for token in kept) >= max(counts[token] for token in counts if token not in kept)
+    teacher = Teacher(WEIGHTS[HEAD], token_ids)
     module = training.new_module(kind, SOURCE.shape, WEIGHTS[FINAL_NORM], 2, seed=0)
     out = tmp_path / "head.safetensors"
     about = {"kind": kind, "model": SOURCE.fingerprint}
@@ -122,7 +128,7 @@ def test_acceptance_counts_a_draft_only_behind_drafts_that_stood() -> None:
     hidden = torch.zeros(7, 4, dtype=torch.bfloat16)
     sequence = Generated(0, True, 0.0, 2, torch.tensor([9, 9, 0, 1, 0, 1, 0, 1], dtype=torch.int32), hidden)
     batch = next(iter([Batch(group, torch.zeros(10, 4)) for group in grouped([sequence], 10)]))
-    teacher = training.Teacher(torch.eye(4)[:2].repeat(5, 1)[:10], torch.tensor([0, 1]))
+    teacher = Teacher(torch.eye(4)[:2].repeat(5, 1)[:10], torch.tensor([0, 1]))
 
     class Fixed:
         """Step 0 is right in rows 0, 1, 3; step 1 in all."""
@@ -133,8 +139,9 @@ def test_acceptance_counts_a_draft_only_behind_drafts_that_stood() -> None:
             first[[2, 4]] = first[[2, 4]][:, [1, 0, 2, 3]]
             return [first, right]
 
-    first, second = training.acceptance(Fixed(), [batch], teacher, 2)  # type: ignore[arg-type]
-    assert first == pytest.approx(3 / 5) and second == 1.0
+    rates, seconds = acceptance(Fixed(), [batch], teacher, 2)  # type: ignore[arg-type]
+    assert rates == pytest.approx([3 / 5, 1.0])
+    assert seconds == [1.0, 0.0]  # of the two that fell, which drafted the other of two tokens; none fell after them
 
 
 def test_passages_are_natural_distinct_and_some_are_held_out() -> None:
@@ -145,18 +152,33 @@ def test_passages_are_natural_distinct_and_some_are_held_out() -> None:
     assert {p.kind for p in passages} == {"prose", "code"}
 
 
-def test_going_on_from_a_file_needs_its_draft_vocabulary_and_its_size(tmp_path: Path) -> None:
+def test_going_on_from_a_file_takes_its_draft_vocabulary_and_needs_its_size(tmp_path: Path) -> None:
     module = training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 2, seed=0)
     with torch.no_grad():
         module.tensors()["weight"].fill_(0.25)
     out, token_ids = tmp_path / "head.safetensors", torch.arange(7)
-    training.save(out, module, token_ids, {"kind": "medusa"})
+    head_file.save(out, module, token_ids, {"kind": "medusa"})
     again = training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 2, seed=1)
-    training.restore(again, token_ids, out)
+    head_file.restore(again, out)
     assert torch.equal(again.tensors()["weight"], module.tensors()["weight"])
-    with pytest.raises(ValueError, match="another draft vocabulary"):
-        training.restore(again, token_ids + 1, out)
+    assert torch.equal(head_file.token_ids(out), token_ids)
     with pytest.raises(ValueError, match="another kind or --unroll"):
-        training.restore(training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), token_ids, out)
+        head_file.restore(training.new_module("medusa", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), out)
     with pytest.raises(ValueError, match="another kind or --unroll"):
-        training.restore(training.new_module("eagle", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), token_ids, out)
+        head_file.restore(training.new_module("eagle", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, seed=0), out)
+
+
+def test_other_text_trains_the_tokens_that_the_head_has(folder: Path, tmp_path: Path) -> None:
+    """By the command itself: the shards' own most frequent tokens are others than those of --start."""
+    out, module = tmp_path / "start.safetensors", training.new_module("eagle", SOURCE.shape, WEIGHTS[FINAL_NORM], 3, 0)
+    counts = training.token_counts(sequences(folder))
+    rare = torch.tensor(sorted(token for token, _ in counts.most_common()[-64:]))
+    head_file.save(out, module, rare, {"kind": "eagle"})
+    on = tmp_path / "on.safetensors"
+    brief = ["--steps", "2", "--evaluate-every", "1", "--rows", "100", "--vocabulary", "64"]
+    training.main(["--model", "tiny", "--folder", str(folder), "--start", str(out), "--out", str(on), *brief])
+    assert torch.equal(head_file.token_ids(on), rare)
+    recipe = json.loads(head_file.read_about(on))
+    assert recipe["start"] == {"kind": "eagle"} and recipe["coverage"] < training.coverage(
+        counts, training.most_frequent(counts, 64)
+    )

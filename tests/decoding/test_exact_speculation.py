@@ -249,7 +249,7 @@ MUTATIONS = {
     "top_p_on_the_bonus_only": (
         speculative,
         "sampler",
-        SimpleNamespace(target_ids=sampler.target_ids, distribution=top_p_on_bonus_only),
+        SimpleNamespace(argmax=sampler.argmax, distribution=top_p_on_bonus_only),
     ),
 }
 

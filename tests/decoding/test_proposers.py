@@ -38,7 +38,7 @@ def brute_force(tokens: Seq[int], low: int, high: int, k: int, latest: bool) -> 
     return []
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=40),
     st.integers(1, 3),

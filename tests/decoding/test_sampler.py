@@ -37,7 +37,7 @@ def oracle(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(-3, 3), min_size=2, max_size=300),
     st.sampled_from([0.25, 0.5, 1.0, 2.0]),
@@ -95,7 +95,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("way")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 700), st.integers(0, 2**31))
 def test_argmax_takes_the_lowest_of_equals(vocab: int, seed: int) -> None:
     logits = torch.randint(0, 4, (5, vocab), generator=torch.Generator().manual_seed(seed)).float()

@@ -11,6 +11,7 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from impls.decoding.speculative import SpeculativeDecoder
+from impls.decoding.verifier import RandomVerification
 from impls.request import Request, SamplingParams, Sequence
 from impls.seams import Arm, DraftTokens, ModelShape, NonFiniteLogitsError
 
@@ -73,6 +74,25 @@ def test_the_recovered_token_is_never_the_rejected_one_nor_outside(probs: str | 
     assert {tokens[1] for tokens in new if len(tokens) == 2} == {0, 1, x}
 
 
+def test_where_p_equals_q_the_recovered_token_is_drawn_from_p() -> None:
+    """Rounding may reject a draft though p(x) = q(x); then nothing is left of p - q."""
+    p = torch.tensor([[0.0, 0.5, 0.5, 0.0, 0.0, 0.0]])
+    batch = [sequence(str(i), [1], 1.0) for i in range(50)]
+    drafts = {seq.seq_id: DraftTokens([1], p) for seq in batch}
+    verification = RandomVerification(batch, p.repeat(2 * len(batch), 1), drafts)
+    assert set(verification.final_tokens([0] * len(batch))) == {1, 2}
+
+
+def test_what_replaces_a_draft_comes_from_the_residual_of_that_draft() -> None:
+    """The first draft stands. Of p = (1/2, 1/2) behind it the second one's q leaves token 1, the first one's both."""
+    p = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    q = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0, 0.0, 0.0]])
+    batch = [sequence(str(i), [3, 2], 1.0) for i in range(50)]
+    verification = RandomVerification(batch, p.repeat(50, 1), {seq.seq_id: DraftTokens([3, 2], q) for seq in batch})
+    assert verification.accept() == [1] * 50
+    assert verification.final_tokens([1] * 50) == [1] * 50
+
+
 @pytest.mark.parametrize("broken", ["nan", "zero"])
 def test_a_draft_whose_distribution_is_unsound_is_verified_as_one_hot(broken: str) -> None:
     """An all-NaN draft row once re-emitted the rejected token; one-hot is exact whatever the draft came from."""
@@ -94,11 +114,31 @@ def test_a_draft_whose_distribution_is_unsound_is_verified_as_one_hot(broken: st
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_nan_row_raises_and_names_its_sequence(temperature: float) -> None:
     batch = [sequence("a", [1], temperature), sequence("b", [1], temperature), sequence("c", [], temperature)]
-    logits = torch.zeros(5, VOCAB)
-    logits[3, 2] = NAN
+    logits = one_hot(1, 2, 1, 2, 3)
+    logits[2, 2] = NAN
     with pytest.raises(NonFiniteLogitsError) as error:
         SpeculativeDecoder(vocab_size=VOCAB).decode(batch, logits, {})
     assert error.value.seq_ids == ("b",)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_before_a_nan_row_stand_and_the_next_step_meets_it(temperature: float) -> None:
+    """Without drafts they would have been emitted by then, and one of them may be a stop token."""
+    logits = one_hot(1, 2, 3)
+    logits[2] = NAN
+    batch = [sequence("a", [1, 2], temperature)]
+    assert SpeculativeDecoder(vocab_size=VOCAB).decode(batch, logits, {}) == [[1, 2]]
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "typical"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_row_behind_a_draft_that_falls_is_nobodys(temperature: float, acceptance: str) -> None:
+    """Without drafts it would never have been computed."""
+    batch = [sequence("a", [1, 2], temperature), sequence("b", [1], temperature)]
+    logits = one_hot(4, 2, 3, 1, 5)
+    logits[1:3] = NAN
+    decoder = SpeculativeDecoder(vocab_size=VOCAB, acceptance=acceptance, draft_length="adaptive")
+    assert decoder.decode(batch, logits, {}) == [[4], [1, 5]]
 
 
 @pytest.mark.parametrize("stale", [-1, VOCAB])

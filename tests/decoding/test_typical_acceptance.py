@@ -40,6 +40,7 @@ def test_a_draft_has_to_exceed_the_threshold_and_so_have_all_before_it() -> None
     assert accept_typical(batch, probs, EPSILON, DELTA) == [3, 1, 0]
     assert accept_typical(batch, probs, 0.1001, DELTA) == [0, 0, 0]
     assert accept_typical(batch, probs, 0.05, DELTA) == [3, 3, 3]
+    assert accept_typical([sequence("d", [0])], torch.full((2, 2), 0.5), 0.5, 9.0) == [0], "equal is not above"
 
 
 def test_every_verdict_in_the_decoder_is_the_thresholds() -> None:

@@ -157,6 +157,34 @@ def test_a_request_with_unsound_logits_fails_alone(tiny):
     assert engine.kv.num_free_blocks == engine.kv.num_blocks
 
 
+def test_a_static_row_that_fails_with_drafts_is_a_dead_row(tiny):
+    """It recomputes the last position of its tokens, and no draft's."""
+    def made():
+        return engine_for(
+            tiny, batching=("static", {"max_num_seqs": 2}), kv_cache="contiguous", decoding="speculative",
+            proposer=("layer_skip", {"num_draft_tokens": 3}),
+        )  # fmt: skip
+
+    bad, good = prompts(2, 8)
+    expected = run(made(), [request("good", good, 12)])[0]["good"]
+    engine = made()
+    execute, steps = engine.executor.execute, []
+
+    def poisoned(batch):
+        logits, hidden = execute(batch)
+        steps.append(batch.query_lens)
+        if len(steps) == 2:
+            logits[: batch.query_lens[0]] = float("nan")
+        return logits, hidden
+
+    engine.executor.execute = poisoned
+    outputs, results = run(engine, [request("bad", bad, 12), request("good", good, 12)])
+    assert steps[1] == [4, 4] and results[1].stats.drafted.keys() == {"good"}
+    assert [e.finish_reason for r in results for e in r.emissions if e.request_id == "bad"][-1] == "error"
+    assert outputs["good"] == expected and any(r.stats.dead_rows for r in results)
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+
+
 def test_batch_end_holds_back_every_token(tiny):
     engine = engine_for(
         tiny, batching=("static", {"max_num_seqs": 2, "emit": "batch_end"}), kv_cache="contiguous"
@@ -178,6 +206,18 @@ def test_tokens_held_back_come_out_when_an_abort_ends_the_batch(tiny):
     emissions = [e for _ in range(3) if engine.has_work for e in engine.step(engine.clock.now()).emissions]
     assert {e.request_id for e in emissions} >= {"r0"}
     assert not engine.has_work
+
+
+def test_an_abort_takes_along_what_is_held_back(tiny):
+    engine = engine_for(
+        tiny, batching=("static", {"max_num_seqs": 2, "emit": "batch_end"}), kv_cache="contiguous"
+    )
+    for i, (prompt, tokens) in enumerate(zip(prompts(2, 6), (1, 3), strict=True)):
+        engine.add_request(request(f"r{i}", prompt, tokens))
+    engine.step(math.inf)
+    engine.abort("r0")  # it has ended, and nobody has been told
+    seen = {e.request_id for _ in range(5) if engine.has_work for e in engine.step(math.inf).emissions}
+    assert seen == {"r1"} and not engine.has_work
 
 
 def test_abort_frees_what_the_request_held(tiny):

@@ -5,24 +5,13 @@ Any two options meet in some arm here; all combinations: scripts/identity_full.p
 
 from __future__ import annotations
 
-import itertools
+import random
 
 import pytest
-from identity import (
-    AXES,
-    BATCHED_TOKENS,
-    NUM_LAYERS,
-    SHAPE,
-    check,
-    covering,
-    first_layers,
-    one_model_for_all,
-    oracle,
-    product,
-    reasons,
-)
+from identity import AXES, BATCHED_TOKENS, NUM_LAYERS, SHAPE, combination, compatible, covering, pairs, reasons
+from identity_runs import check, first_layers, one_model_for_all, oracle
 
-COVERING = covering(product())
+COVERING = covering()
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +36,25 @@ def test_every_arm_gives_the_oracles_tokens(source, expected, combination):
     check(combination, source, expected, backend="aot_eager")
 
 
-def test_every_two_options_that_can_run_together_do():
-    met = {pair for row in COVERING for pair in itertools.combinations(enumerate(row), 2)}
-    for one, other in itertools.combinations(range(len(AXES)), 2):
-        for a, b in itertools.product(*(list(AXES.values())[i] for i in (one, other))):
-            if ((one, a), (other, b)) not in met:
-                rows = (row for row in itertools.product(*AXES.values()) if row[one] == a and row[other] == b)
-                assert all(reasons(row) for row in rows), f"{a} and {b} never meet"
+def test_options_exclude_each_other_in_pairs_and_the_others_meet():
+    """So two of them that never meet here cannot, whatever else is chosen."""
+    assert set().union(*map(pairs, COVERING)) == compatible()
+    rng = random.Random(1)
+    for _ in range(300):
+        row = tuple(rng.choice(options) for options in AXES.values())
+        assert (not reasons(row)) == (pairs(row) <= compatible()), f"{row}: {reasons(row)}"
 
 
 def test_whole_model(real_model):
     """All 30 layers: what they carry over long paths, in the arms where most of the engine takes part."""
     with one_model_for_all(real_model):
         found = oracle(real_model)
-        for row in (
-            ("chunked_prefill", "swap", "paged", "radix", "layer_skip", "native", "eager", "off"),
-            ("continuous", "recompute", "paged", "hash_chain", "draft_model", "sdpa", "eager", "off"),
-            ("static", "recompute", "contiguous", "off", "ngram", "sdpa", "eager", "off"),
+        for options in (
+            {"batching": "chunked_prefill", "preemption": "swap", "prefix": "radix", "proposer": "layer_skip"}
+            | {"attention": "native"},
+            {"prefix": "hash_chain", "proposer": "draft_model", "attention": "sdpa"},
+            {"batching": "static", "kv_cache": "contiguous", "proposer": "ngram", "attention": "sdpa"},
         ):
+            row = combination(**options)
             if not reasons(row):
                 check(row, real_model, found, tight=64)

@@ -18,6 +18,7 @@ from harness.recorder import Recorder
 from harness.records import TELEMETRY_COLUMNS, TELEMETRY_SCHEMA, frame
 from impls.models.source import open_model
 from impls.request import Request, SamplingParams
+from impls.seams import StepLimits
 from impls.topology.disaggregated import Disaggregated
 
 SIZE, ROWS, MAX_MODEL_LEN = 4, 5, 64
@@ -141,7 +142,7 @@ def test_overlap_changes_no_token(tiny, name):
     assert (sum(s.copied_blocks for s in stats) > 0) == (name != "pow2"), "samples begin as copies of each other"
 
 
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
 def test_whatever_happens_overlap_changes_no_token(tiny, data):
     seed = data.draw(st.integers(0, 10**6), "traffic")
@@ -174,7 +175,7 @@ def test_a_compiled_model_runs_in_the_thread_too_and_is_not_compiled_anew(tiny):
     arrivals = traffic(0, count=5)
     expected, _ = serve(engine_for(tiny, "off"), arrivals)
     engine = engine_for(tiny, "on", execution=("compiled", {"overlap": "on", "backend": "aot_eager"}))
-    engine.executor.warm_up(ROWS)
+    engine.executor.warm_up(StepLimits(ROWS, ROWS, 64))
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     given, results = serve(engine, arrivals)
     assert tokens_of(given) == tokens_of(expected)
@@ -210,8 +211,8 @@ def test_an_aborted_id_may_come_again_at_once(tiny):
 def test_the_next_step_is_launched_before_the_one_before_it_is_resolved(tiny):
     engine = engine_for(tiny, "on")
     engine.add_request(Request("r", (5, 6, 7), SamplingParams(max_tokens=6, ignore_eos=True)))
-    launched, launch = [], engine._queue.launch
-    engine._queue.launch = lambda *a: launched.append(len(results)) or launch(*a)
+    launched, launch = [], engine.runner.launch
+    engine.runner.launch = lambda *a: launched.append(len(results)) or launch(*a)
     results = []
     while engine.has_work:
         results.append(engine.step(math.inf))

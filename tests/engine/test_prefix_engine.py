@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_testing import arm_config, build, option, request, run
 
+import impls.engine
 from harness.metrics import compute_metrics
 from harness.recorder import Recorder
 from harness.records import TELEMETRY_COLUMNS, TELEMETRY_SCHEMA, frame
@@ -187,19 +188,19 @@ def test_logits_that_are_not_finite_leave_nothing_behind_for_others(tiny):
 
 
 @pytest.mark.parametrize("prefix", ["off", *INDEXES])
-def test_what_is_recorded(tiny, prefix):
+def test_what_is_recorded(tiny, prefix, monkeypatch):
     requests = traffic()
     engine, recorder = engine_of(tiny, prefix), Recorder()
     for each in requests:
         engine.add_request(each)
         recorder.submitted(each, 0.0)
-    held, prepare = [], engine._prepare
+    held, prepare = [], impls.engine.prepare
 
     def watched(*args):
         held.append(SIZE * (engine.kv.num_blocks - engine.kv.num_free_blocks))
         return prepare(*args)
 
-    engine._prepare = watched
+    monkeypatch.setattr(impls.engine, "prepare", watched)
     while engine.has_work:
         recorder.step(engine.step(math.inf))
     table, steps = recorder.requests(), recorder.steps()

@@ -10,7 +10,7 @@ from impls.attention.reference import ReferenceAttention
 from impls.execution import compiled
 from impls.execution.compiled import CompiledExecutor, missing_cpp_toolchain
 from impls.execution.eager import EagerExecutor
-from impls.seams import Arm
+from impls.seams import Arm, StepLimits
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(bool(missing_cpp_toolchain()), reason="; ".join(missing_cpp_toolchain()))
@@ -57,7 +57,7 @@ def test_fused_kernels_match_eager():
 
 def test_nothing_is_compiled_after_the_warm_up():
     fused, eager = pair(num_layers=2, backend="aot_eager")
-    fused.warm_up(4)
+    fused.warm_up(StepLimits(4, 64, 64))
     assert fused.storage.k(0).isnan().all(), "a warm-up must store nothing"
     torch.compiler.set_stance("fail_on_recompile")
     try:
@@ -71,6 +71,24 @@ def test_nothing_is_compiled_after_the_warm_up():
     finally:
         torch.compiler.set_stance("default")
     torch.testing.assert_close(fused.draft(step([(4, 4)], CPU), 1), eager.draft(step([(4, 4)], CPU), 1))
+
+
+def test_graphs_hold_no_address():
+    """An address differs in each process, and with it the graph, which Inductor's cache on disk would never know."""
+    calls: dict[str, list[tuple]] = {"impls.attend": [], "impls.linear": []}
+
+    def backend(graph, example_inputs):
+        for node in graph.graph.nodes:
+            calls.get(str(node.target), []).append(node.args)
+        return graph.forward
+
+    fused, eager = pair(num_layers=2, backend=backend)
+    assert_same(fused, eager, [(1, 1)])
+    assert [layer for *_, layer, _ in calls["impls.attend"]] == [0, 1]
+    assert [layer for *_, layer, _ in calls["impls.linear"]] == list(range(2 * 4))
+    # The number of an executor that is not the process's first may be an input of the graph instead.
+    numbers = [arg for args in itertools.chain(*calls.values()) for arg in args if isinstance(arg, int)]
+    assert len(numbers) >= 2 + 2 * 8 and max(numbers) < 1000
 
 
 def test_attention_fails_loudly_inside_the_graph_and_the_executor_survives():

@@ -7,7 +7,7 @@ from execution_model import SHAPE, TinyModel, TinyStorage, step
 from impls.attention.reference import ReferenceAttention
 from impls.execution.cuda_graph import CudaGraphExecutor, DecodeBuffers, decode_buckets
 from impls.execution.eager import EagerExecutor
-from impls.seams import Arm
+from impls.seams import Arm, StepLimits
 
 CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def test_replay_matches_eager_while_lengths_and_tables_grow():
         kind(model=model, attention=TritonAttention(SHAPE, device), storage=TinyStorage(device), device=device)
         for kind in (CudaGraphExecutor, EagerExecutor)
     )
-    graph.warm_up(5)
+    graph.warm_up(StepLimits(5, 64, 64, num_draft_tokens=3))
     for lens in ([(15, 15), (40, 40), (3, 3)], *([(1, 15 + i), (1, 40 + i), (1, 3 + i)] for i in range(1, 20))):
         batch = step(lens, device)
         expected, got = eager.execute(batch), graph.execute(batch)

@@ -15,12 +15,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+from direct_study import launcher
 
 import harness.trial
 from harness.__main__ import finish_study, main
-from harness.block import run_block
-from harness.isolate import import_ahead
-from harness.run_dir import pending_blocks, read_plan
+from harness.fork_server import import_ahead
 
 WAIT_S = 120.0
 
@@ -64,12 +63,6 @@ class Writes:
         self._write_table(table, path, **options)
 
 
-def launch_blocks(run_dir: Path, overrides: Any) -> None:
-    """As Hydra's basic launcher, without its seconds of composition."""
-    for block in pending_blocks(run_dir, read_plan(run_dir)):
-        run_block(run_dir, block)
-
-
 def run_study(folder: Path, options: list[str], at: int | None, with_report: bool) -> None:
     """In ``folder``/run. Its output is in ``folder``/output, the number of its writes in ``folder``/writes."""
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -81,7 +74,7 @@ def run_study(folder: Path, options: list[str], at: int | None, with_report: boo
     writes = Writes(folder / "run", at)
     command = [*options, "isolation=inline", f"run_dir={folder / 'run'}"]
     finish = finish_study if with_report else lambda run_dir, plan: []
-    status = main(command, launch=launch_blocks, finish=finish)
+    status = main(command, launch=launcher(), finish=finish)
     (folder / "writes").write_text(str(writes.count))
     sys.exit(status)
 

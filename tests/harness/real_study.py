@@ -28,7 +28,6 @@ COMMAND = [
     *("workload.prompt_length.low=4", "workload.prompt_length.high=40", "workload/output_length=constant"),
     "workload.output_length.value=48",
 ]
-TRIALS = 4
 WAIT_S = 300.0  # on a machine that is busy with other things; a failure costs this once
 
 

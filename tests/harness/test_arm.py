@@ -108,6 +108,26 @@ def test_a_draft_models_weights_must_fit_too(monkeypatch):
         assert validate_arm(drafting_arm("paged", 10**6)) == reasons
 
 
+def test_the_model_that_quality_is_measured_beside_must_fit_too(monkeypatch):
+    # As above; BF16 has two bytes a weight, and the arm drafts with nothing.
+    bf16, activations = 73_728 * 2 + 4 * 32_768, 2048 * 4 * 2 * (64 + 128)
+    alone = drafting_arm("paged", 10**6)
+    del alone["draft"]
+    alone |= {"decoding": option("decoding", "autoregressive"), "quality_tokens": 512}
+    told = "needs 0 GB, has 0 GB, with the BF16 model that quality_tokens compares with"
+    for memory, tokens, reasons in ((0, 512, []), (-1, 512, [told]), (-1, 0, [])):
+        has = 2 * bf16 + activations + 10**6 + memory
+        monkeypatch.setattr("harness.limits.memory_total_bytes", lambda device, has=has: has)
+        assert validate_arm({**alone, "quality_tokens": tokens}) == reasons
+
+
+def test_a_precision_that_the_draft_model_cannot_have_is_refused():
+    draft = {"model": option("model", "tiny"), "precision": option("precision", "gguf")}
+    assert validate_arm(drafting_arm("paged", 10**6, draft=draft)) == [
+        "proposer.precision=gguf: model=tiny is no GGUF file, whose blocks this would use"
+    ]
+
+
 def test_a_draft_of_another_vocabulary_is_refused():
     model = option("model", "tiny")
     other = {

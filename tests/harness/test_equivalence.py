@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.equivalence import Divergence, compare, mismatches
+from harness.equivalence import Divergence, compare, ends, mismatches
 
 
 def requests(**outputs):
@@ -22,8 +22,14 @@ def test_compare_by_hand():
 
 
 def test_an_output_that_is_only_longer_is_not_identical():
-    agreement = compare(requests(a=("length", [1, 2, 3])), requests(a=("stop", [1, 2])))
-    assert (agreement.requests, agreement.identical, agreement.divergences) == (1, 0, ())
+    for ours, theirs in (([1, 2, 3], [1, 2]), ([1, 2], [1, 2, 3])):
+        agreement = compare(requests(a=("length", ours)), requests(a=("stop", theirs)))
+        assert (agreement.requests, agreement.identical, agreement.divergences) == (1, 0, ())
+        assert (agreement.common_tokens, agreement.tokens) == (2, len(ours))
+        (warning,) = ends(agreement)
+        assert warning.startswith(f"token mismatch: request a ends after {len(theirs)} output tokens")
+        assert warning.endswith(f"which ends after {len(ours)}")
+    assert ends(compare(requests(a=("length", [1, 2])), requests(a=("stop", [1, 2])))) == []
 
 
 def test_only_a_gap_above_the_tie_is_a_mismatch():

@@ -9,7 +9,8 @@ import pytest
 from golden import FixedStream, play, request
 
 from harness.drive import RealClock, VirtualClock, drive
-from harness.metrics import compute_metrics, request_latencies
+from harness.latencies import request_latencies
+from harness.metrics import compute_metrics
 from harness.recorder import Recorder
 from harness.records import TELEMETRY_SCHEMA, empty_frame
 from impls.request import Request

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from direct_study import run_study
 from test_metrics_faults import requests_of, row
 
 import harness.observe
 import harness.system.engine
-from harness.__main__ import main
 from harness.arm import resolve_study
-from harness.block import run_block
 from harness.compose import compose_arm
 from harness.drive import RealClock, drive
 from harness.records import TrialRecord, read_trial
-from harness.run_dir import pending_blocks, read_plan
 from harness.trial_record import judge, unnatural_prompts
 from harness.warm_up import warm_up
 from impls.build import build_engine, max_model_len
 from impls.engine import Engine
 from impls.models.source import open_model
+from impls.seams import StepLimits
 from workloads import build_stream
 from workloads.stream import RequestStream
 
@@ -42,18 +41,12 @@ ARM = [
 ]
 
 
-def blocks(run_dir: Path, overrides: Any) -> None:
-    for block in pending_blocks(run_dir, read_plan(run_dir)):
-        run_block(run_dir, block)
-
-
 def trial_of(folder: Path, *arguments: str) -> tuple[int, TrialRecord]:
     """Exit status and record of a command of one arm and one trial, run in this process."""
     given = {argument.partition("=")[0] for argument in arguments}
     arm = [option for option in ARM if option.partition("=")[0] not in given]
     command = [*arm, *arguments, "isolation=inline", f"run_dir={folder / 'run'}"]
-    status = main(command, launch=blocks, finish=lambda run_dir, plan: [])
-    return status, read_trial(folder / "run/single/0")
+    return run_study(command), read_trial(folder / "run/single/0")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +57,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     def watched_warm_up(engine: Engine, stream: RequestStream, tick: Any) -> Any:
         capture = engine.executor.warm_up
 
-        def watched_capture(most: int) -> None:
-            seen["order"].append(f"shapes up to {most}")
-            capture(most)
+        def watched_capture(limits: StepLimits) -> None:
+            seen["order"].append(f"shapes up to {limits.max_num_seqs}")
+            capture(limits)
 
         engine.executor.warm_up = watched_capture  # type: ignore[method-assign]
         warmed = warm_up(engine, stream, tick)

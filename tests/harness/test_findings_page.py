@@ -21,6 +21,13 @@ def test_a_figure_is_the_records_own() -> None:
     assert f"| {1e3 * arm['metrics']['itl_s.p99']:.0f} |" in row
 
 
+def test_quality_has_the_interval_of_its_texts() -> None:
+    folder = findings.RECORDS / "precision"
+    found = json.loads((folder / "int4_b1" / "0" / "run.json").read_text(encoding="utf-8"))["quality"]["kl_vs_bf16"]
+    row = next(line for line in findings.table(folder).splitlines() if line.startswith("| int4_b1 |"))
+    assert f"| {found['value']:.4f} [{found['low']:.4f}, {found['high']:.4f}] |" in row
+
+
 def test_every_study_of_the_page_has_records() -> None:
     named = [folder for _, folder, _ in findings.BLOCK.findall(findings.PAGE.read_text(encoding="utf-8"))]
     assert named and len(named) == len(set(named))

@@ -18,6 +18,7 @@ GPU, FOLDER = "NVIDIA H100 80GB HBM3", "h100_80gb_hbm3"
 FAKE_PYTHON = f"""#!/bin/sh
 for last; do :; done
 case "$*" in
+  *"torch.cuda.is_available"*) [ "$ABSENT" = "" ] || exit 1;;
   *"gpu_checks machine"*) printf '{GPU}' > "$last/gpu"; printf 32 > "$last/layers";;
   *"gpu_checks run"*) [ "$WRONG" = "" ] || exit 1;;
   *"-m harness"*)
@@ -60,6 +61,11 @@ def run(tmp_path: Path) -> Run:
         return done.returncode, done.stdout
 
     return run
+
+
+def test_without_a_gpu_it_says_so_at_once(run: Run, tmp_path: Path) -> None:
+    status, said = run(ABSENT="1")
+    assert status == 1 and said.startswith("no CUDA device") and not (tmp_path / "out" / "summary.txt").exists()
 
 
 def test_its_stages_fit_into_five_minutes() -> None:

@@ -126,7 +126,7 @@ def test_what_the_shell_reads_is_left_where_it_looks(
     assert "2 of 2 layers: a build takes" in capsys.readouterr().out
 
 
-def with_gpu(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> list[str]:
+def with_gpu(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, capability: tuple[int, int] = (8, 0)) -> list[str]:
     """Of a GPU that has ``nvml``: what is asked of CUDA, in order, and of NVML."""
     asked: list[str] = []
 
@@ -138,23 +138,43 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> list[str]:
         asked.append("source")
         return source_of(nvml, uuids={0: A})
 
-    cuda = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
+    cuda = SimpleNamespace(
+        synchronize=lambda: asked.append("synchronize"), get_device_capability=lambda device: capability
+    )
     monkeypatch.setattr(gpu_checks, "torch", SimpleNamespace(randn=randn, bfloat16=torch.bfloat16, cuda=cuda))
     monkeypatch.setattr(gpu_checks, "gpu_source", source)
     return asked
 
 
-@pytest.mark.parametrize(("gpm", "said"), [(True, "GPM answers\n"), (False, "no figure of GPM")])
-def test_an_answering_nvml_passes_with_and_without_gpm(
+BUSY = {"NVML_GPM_METRIC_SM_UTIL": 71.5, "NVML_GPM_METRIC_ANY_TENSOR_UTIL": 40.0, "NVML_GPM_METRIC_DRAM_BW_UTIL": 0.0}
+SILENT = "GPM gives no dram_active_percent, sm_active_percent, tensor_active_percent"
+
+
+@pytest.mark.parametrize(("gpm", "said"), [(True, "GPM answers\n"), (False, f"{SILENT}\n")])
+def test_an_answering_nvml_passes_with_gpm_and_before_hopper_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpm: bool, said: str
 ) -> None:
-    nvml = FakeNvml(gpm=gpm)
-    asked = with_gpu(monkeypatch, nvml)
+    nvml = FakeNvml(gpm=gpm, answers={"gpm": BUSY})
+    asked = with_gpu(monkeypatch, nvml, capability=(9, 0) if gpm else (8, 9))
     gpu_checks.nvml_answers()
     shown = capsys.readouterr().out
     assert said in shown and "gpu0 energy_j 5000.0 J" in shown
     assert asked[:2] == ["memory on cuda", "source"]  # only a GPU that holds memory of ours is read
     assert asked.count("synchronize") == 2 and nvml.open == 0
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 3), (12, 0)])
+def test_from_hopper_on_a_gpu_whose_gpm_is_silent_does_not_pass(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    told = f"which a GPU of compute capability {capability[0]}.{capability[1]} has"
+    with_gpu(monkeypatch, FakeNvml(gpm=False), capability)
+    with pytest.raises(AssertionError, match=f"{SILENT}, {told}"):
+        gpu_checks.nvml_answers()
+    no_tensor = {name: value for name, value in BUSY.items() if "TENSOR" not in name}
+    with_gpu(monkeypatch, FakeNvml(gpm=True, answers={"gpm": no_tensor}), capability)
+    with pytest.raises(AssertionError, match=f"GPM gives no tensor_active_percent, {told}"):
+        gpu_checks.nvml_answers()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +193,7 @@ def test_an_nvml_that_refuses_what_every_gpu_has_does_not_pass(
 ) -> None:
     with_gpu(monkeypatch, FakeNvml({refused: "NVMLError_NotSupported"}))
     monkeypatch.setattr(gpu_checks, "time", SimpleNamespace(sleep=lambda seconds: None))
-    with pytest.raises(AssertionError, match=rf"NVML gives no \{{'{field}'\}}"):
+    with pytest.raises(AssertionError, match=f"NVML gives no {field}$"):
         gpu_checks.nvml_answers()
 
 

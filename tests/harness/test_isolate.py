@@ -16,12 +16,13 @@ import psutil
 import pytest
 from isolated_bodies import run_body
 
-from harness.isolate import Ending, in_another_process, run_isolated
+from harness.fork_server import in_another_process
+from harness.isolate import Ending, run_isolated
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Ending, list[Mapping[str, Any]]]]:
-    def run(body: str, stall_s: float = 20.0) -> tuple[Ending, list[Mapping[str, Any]]]:
+    def run(body: str, stall_s: float = 120.0) -> tuple[Ending, list[Mapping[str, Any]]]:
         reports: list[Mapping[str, Any]] = []
         job = {"out_dir": str(tmp_path / "out"), "body": body}
         return run_isolated(job, stall_s=stall_s, on_progress=reports.append, target=run_body), reports
@@ -54,8 +55,8 @@ def test_a_temporary_folder_may_be_deeper_than_a_sockets_path(tmp_path: Path) ->
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     code = (
-        "import os, tempfile\nfrom harness.isolate import in_another_process\n"
-        "print(in_another_process(os.getpid) != os.getpid(), tempfile.gettempdir())"
+        "import os, tempfile\nfrom harness import fork_server\nfork_server.PRELOAD = []\n"  # torch would take seconds
+        "print(fork_server.in_another_process(os.getpid) != os.getpid(), tempfile.gettempdir())"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -72,6 +73,7 @@ def test_a_temporary_folder_may_be_deeper_than_a_sockets_path(tmp_path: Path) ->
         ("sys.exit(3)", "it printed nothing"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "lack of memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV"),
+        ("os.kill(os.getpid(), 40)", "crashed with signal 40"),
     ],
 )
 def test_a_child_that_dies_says_why_in_one_line(run: Any, body: str, said: str) -> None:
@@ -116,6 +118,36 @@ def test_ctrl_c_once_lets_the_child_finish_its_record(run: Any, tmp_path: Path) 
         )
     assert ending == Ending(None, interrupted=True)
     assert (tmp_path / "out").read_text() == "aborted"
+
+
+def test_sigterm_to_the_whole_group_lets_the_child_finish_its_record(tmp_path: Path) -> None:
+    """What `timeout` and batch systems do: neither the server of all trials nor the trial itself may end by it."""
+    body = (
+        "def stop(*_): open(job['out_dir'], 'w').write('aborted'); sys.exit(0)\n"
+        "signal.signal(signal.SIGINT, stop)\nfor i in range(600): report(i); time.sleep(.1)"
+    )
+    code = (
+        "import os, signal\nfrom harness import fork_server, isolate\nfrom isolated_bodies import run_body\n"
+        "fork_server.PRELOAD = []\n"  # torch would take seconds
+        f"job = {{'out_dir': {str(tmp_path / 'out')!r}, 'body': {body!r}}}\n"
+        "def told(report):\n    if report['steps'] == 3: os.killpg(0, signal.SIGTERM)\n"
+        "print(isolate.run_isolated(job, stall_s=120.0, on_progress=told, target=run_body))"
+    )
+    folders = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": folders}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert (found.stdout, found.stderr) == ("Ending(error=None, interrupted=True)\n", "")
+    assert (tmp_path / "out").read_text() == "aborted"
+
+
+def test_a_child_hears_sigterm(run: Any) -> None:
+    ending, _ = run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(10)")
+    assert ending == Ending("crashed with SIGTERM; last output: it printed nothing")
+    assert in_another_process(_sigterm) is signal.SIG_DFL
+
+
+def _sigterm() -> object:
+    return signal.getsignal(signal.SIGTERM)
 
 
 def test_ctrl_c_twice_kills_a_child_that_does_not_stop(run: Any) -> None:

@@ -153,19 +153,32 @@ def test_fit_counts_every_model_and_the_wider_ones_activations(monkeypatch):
 
 
 def test_utilisation_is_null_without_a_peak():
-    steps = [{"flops": 50, "bytes": 10}, {"flops": 50, "bytes": 30}]
-    assert utilisation(steps, Peaks(1000.0, 100.0, "measured"), 2.0) == {"mfu": 0.05, "mbu": 0.2}
-    assert utilisation(steps, Peaks(None, None, "unknown"), 2.0) == {"mfu": None, "mbu": None}
+    assert utilisation(100, 40, Peaks(1000.0, 100.0, "measured"), 2.0) == {"mfu": 0.05, "mbu": 0.2}
+    assert utilisation(100, 40, Peaks(None, None, "unknown"), 2.0) == {"mfu": None, "mbu": None}
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA L40S", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb"]
+    "name",
+    [
+        *("NVIDIA L40S", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb"),
+        *("NVIDIA H200 NVL MIG 1g.18gb", "NVIDIA H200-141C", "NVIDIA L4-24Q", "NVIDIA B200 NVL"),
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100 80GB PCIe", "GRID A100-SXM4-80GB"),
+    ],
 )
 def test_a_gpu_of_another_name_and_a_slice_of_one_are_in_no_datasheet(name):
     assert datasheet_peaks(name, "bf16") is None
 
 
-@pytest.mark.parametrize(("name", "bandwidth"), [("NVIDIA L4", 300e9), ("NVIDIA H200", 4800e9), ("NVIDIA B200", 8e12)])
-def test_a_gpu_of_the_datasheet_has_its_peaks(name, bandwidth):
-    found = datasheet_peaks(name, "bf16")
-    assert found is not None and (found.bytes_per_s, found.source) == (bandwidth, "datasheet")
+@pytest.mark.parametrize(
+    ("name", "flops", "bandwidth"),
+    [
+        ("NVIDIA L4", 121e12, 300e9),
+        ("NVIDIA H200", 989.4e12, 4800e9),
+        ("NVIDIA H200 NVL", 835.5e12, 4800e9),
+        ("NVIDIA B200", 2250e12, 8e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9),
+        ("A100-SXM4-40GB", 312e12, 1555e9),  # as drivers before 460 name it
+    ],
+)
+def test_a_gpu_of_the_datasheet_has_its_peaks(name, flops, bandwidth):
+    assert datasheet_peaks(name, "bf16") == Peaks(flops, bandwidth, "datasheet")

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.distribution import distribution, nearest_rank
-from harness.metrics import Window, compute_metrics, emission_gaps, energy_joules
+from harness.latencies import emission_gaps
+from harness.limits import Peaks
+from harness.metrics import compute_metrics, energy_joules
 from harness.records import REQUEST_SCHEMA, STEP_SCHEMA, TELEMETRY_SCHEMA, empty_frame, frame
 from harness.validity import client_lag
+from harness.window import Window
 
 inf = math.inf
 NO_STEPS, NO_TELEMETRY = empty_frame(STEP_SCHEMA), empty_frame(TELEMETRY_SCHEMA)
@@ -89,6 +92,38 @@ def test_f6_numerator_and_denominator_share_one_window() -> None:
     assert metrics["n_failed"] / metrics["n_requests"] == 29 / 48  # i = 16..63 with i % 5 in 0, 1, 2
 
 
+def test_f6_the_work_of_a_step_that_reaches_beyond_the_window_counts_by_its_part_inside() -> None:
+    """Steps of 4 s at full speed, and a window of 5 s: from 3 to 8, the first for a quarter, the last not at all."""
+    steps = steps_of(
+        *(
+            {
+                "step": i,
+                "start_s": 4.0 * i,
+                "end_s": 4.0 * i + 4,
+                "flops": 400.0,
+                "bytes": 40.0,
+                "prefill_tokens": 1,
+                "decode_tokens": 0,
+            }
+            for i in range(3)
+        )
+    )
+    requests = requests_of(row(3.0, [4.0], [1]), row(8.0, [12.0], [1]))
+    timed: dict[str, Any] = {
+        "window_rule": "timed",
+        "warmup_s": 3.0,
+        "extras": {"peaks": Peaks(100.0, 20.0, "datasheet")},
+    }
+    for end_s, beyond in ((8.0, 0), (3.5, 0), (30.0, 18)):
+        _, metrics, warnings = compute_metrics(requests, steps, NO_TELEMETRY, **timed, last_arrival_s=end_s)
+        share = 1 - beyond / (end_s - 3)
+        assert metrics["mfu"] == pytest.approx(share) and metrics["mbu"] == pytest.approx(share / 2)
+        assert not [warning for warning in warnings if "above 1" in warning]
+    unknown = steps.assign(flops=[400.0, None, 400.0])
+    _, metrics, _ = compute_metrics(requests, unknown, NO_TELEMETRY, **timed, last_arrival_s=8.0)
+    assert metrics["mfu"] is None
+
+
 def test_9_10_and_14_latency_starts_at_the_intended_arrival_and_lag_is_told() -> None:
     late = requests_of(row(0.0, [2.0], [1], submitted_s=1.5))
     _, metrics, warnings = measured(late)
@@ -123,6 +158,20 @@ def test_26_an_undefined_latency_meets_no_slo_by_being_zero() -> None:
     assert metrics["slo_attainment"] == 1 / 3 and metrics["tpot_s"]["n"] == 2
     with pytest.raises(ValueError, match=r"slo\.itl: not a latency of a request, allowed: ttft_s"):
         measured(requests, slo={"itl": 1.0})
+
+
+def test_26_a_limit_on_what_a_target_does_not_show_is_not_met() -> None:
+    """When a request was scheduled, a target that shows no steps does not say."""
+    hidden = requests_of(row(0.0, [1.0, 2.0], [1, 1], scheduled_s=None), row(0.0, [], [], "error", scheduled_s=None))
+    shown = requests_of(row(0.0, [1.0, 2.0], [1, 1]), row(0.0, [], [], "error", scheduled_s=None))
+    names = ("goodput_per_s", "slo_attainment", "cost_per_million_output_tokens")
+    for requests, slo, known in (
+        (hidden, {"queueing_s": 5.0}, False),
+        (hidden, {"ttft_s": 5.0}, True),
+        (shown, {"queueing_s": 5.0}, True),
+    ):
+        _, metrics, _ = measured(requests, slo=slo, price_per_hour=1.0)
+        assert [metrics[name] is not None for name in names] == [known] * 3
 
 
 @pytest.mark.parametrize("reason", ["error", "truncated", "aborted"])
@@ -180,6 +229,19 @@ def test_38_energy_is_the_counter_at_the_windows_edges() -> None:
     assert energy_joules(NO_TELEMETRY, Window("timed", 5.0, 15.0)) is None
 
 
+@pytest.mark.parametrize(
+    ("value", "start_s", "joules"),
+    [([0, 90, 20, 60], 5.0, None), ([0, 90, 20, 60], 15.0, None), ([80, 0, 20, 60], 15.0, 50.0)],
+)
+def test_38_a_counter_that_began_anew_in_the_window_counts_nothing(
+    value: list[float], start_s: float, joules: float | None
+) -> None:
+    """From 90 back to 0 and on to 20: what was used meanwhile is lost, and the difference may even be below 0."""
+    columns = {"t_s": [0.0, 10.0, 20.0, 30.0], "source": ["gpu0"] * 4, "name": ["energy_j"] * 4, "unit": ["J"] * 4}
+    telemetry = frame({**columns, "value": value}, TELEMETRY_SCHEMA)
+    assert energy_joules(telemetry, Window("timed", start_s, 30.0)) == joules
+
+
 def test_38_energy_of_all_gpus_or_of_none() -> None:
     samples = [(t, "gpu0", "energy_j", 10 * t) for t in (0.0, 10.0)] + [(0.0, "gpu1", "power_w", 300.0)]
     columns = dict(zip(("t_s", "source", "name", "value"), map(list, zip(*samples, strict=True)), strict=True))
@@ -223,7 +285,7 @@ def test_percentile_is_the_smallest_value_that_enough_do_not_exceed(values: list
     assert 100 * sum(v < found for v in values) < percent * len(values)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0.001, 10), st.integers(1, 8)), min_size=2, max_size=40))
 def test_gaps_add_up_to_the_time_between_first_and_last(emissions: list[tuple[float, int]]) -> None:
     times = np.cumsum([gap for gap, _ in emissions]).tolist()

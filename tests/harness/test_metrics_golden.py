@@ -74,6 +74,7 @@ def test_burst_window_is_first_scheduled_step_to_last_token(burst: dict[str, Any
         ("tokens_per_step", 1.0),  # of one sequence: 6 tokens in 2 + 2 + 1 + 1 rows
         ("prefix_hit_rate_planned", 0.0),
         ("prefix_hit_rate_observed", None),
+        ("preemptions", 0),
         ("distinct_4gram_share", None),
         ("mfu", 130 / 300),  # 13 rows of 10 FLOPs
         ("mbu", 400 / 3000),
@@ -121,6 +122,33 @@ def test_tokens_per_step_is_null_where_a_record_does_not_say_what_its_steps_emit
     older = recorder.steps().assign(emitted_tokens=pd.array([None] * 4, dtype="Int64"))
     _, metrics, _ = compute_metrics(recorder.requests(), older, NO_TELEMETRY, window_rule="burst")
     assert metrics["tokens_per_step"] is None and metrics["output_tokens"] == 6
+
+
+def test_preemptions_are_those_of_the_windows_requests() -> None:
+    recorder = play(*timed_mixture())
+    yielded = recorder.requests()
+    counts = {"w": 5, "x": 2, "y": 1}
+    yielded["preemptions"] = pd.array([counts.get(name, 0) for name in yielded["request_id"]], dtype="Int64")
+    timed: dict[str, Any] = {"window_rule": "timed", "warmup_s": 1.0, "last_arrival_s": 5.0}
+    _, metrics, _ = compute_metrics(yielded, recorder.steps(), NO_TELEMETRY, **timed)
+    assert metrics["preemptions"] == 3  # w arrives before it
+    unseen = yielded.assign(preemptions=pd.array([None] * len(yielded), dtype="Int64"))
+    assert compute_metrics(unseen, recorder.steps(), NO_TELEMETRY, **timed)[1]["preemptions"] is None
+
+
+def test_the_most_urgent_class_has_a_ttft_of_its_own(burst: dict[str, Any]) -> None:
+    rows = burst["requests"]  # TTFT 1, 1 and 3 s
+    assert rows["priority"].tolist() == [0, 0, 0] and burst["metrics"]["ttft_urgent_s"]["n"] == 0
+
+    def urgent(classes: list[int | None]) -> dict[str, Any]:
+        requests = rows.assign(priority=pd.array(classes, dtype="Int64"))
+        found = compute_metrics(requests, burst["steps"], NO_TELEMETRY, window_rule="burst")[1]["ttft_urgent_s"]
+        assert isinstance(found, dict)
+        return found
+
+    assert urgent([3, 3, 1]) == spread(3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1)  # the smallest there is, whatever its number
+    assert urgent([0, 7, 0]) == spread(2.0, 1.0, 3.0, 3.0, 3.0, 3.0, 2)
+    assert urgent([2, 2, 2])["p50"] is urgent([None, None, None])["p50"] is None  # a record from before the column
 
 
 def test_slot_utilization_is_null_without_slots() -> None:

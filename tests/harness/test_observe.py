@@ -15,16 +15,18 @@ from golden import FixedStream, request
 import harness.drive
 import harness.observe
 from harness.drive import RealClock, drive
-from harness.metrics import Window, energy_joules
+from harness.metrics import energy_joules
 from harness.observe import Observed, observe
 from harness.telemetry.options import TelemetryOptions
 from harness.telemetry.sampler import Reading, Source
+from harness.window import Window
 from impls.request import Request
 from impls.seams import Emission, StepResult, StepStats
 
 LEAD_S = 10 * harness.observe.LEAD_S  # here, where other tests may keep the sampler's thread waiting
 WATTS = 250.0
 ARRIVALS = (0.0, 0.1, 0.25)
+HELD = [{0: "a GPU"}, {1: "another"}]  # by two processes
 
 
 class Meter(Source):
@@ -72,7 +74,8 @@ class Memory:
 def seen() -> Iterator[Observed]:
     clock = RealClock()
     system: Any = SimpleNamespace(
-        config={"device": {"name": "cuda"}}, target=OneStep(clock), pids=(), memory=Memory(), step_cost=None
+        **{"config": {"device": {"name": "cuda"}}, "target": OneStep(clock), "pids": (), "gpus": lambda: HELD},
+        **{"memory": Memory(), "step_cost": None},
     )
     stream: Any = FixedStream([request(str(i), 1, 1, at) for i, at in enumerate(ARRIVALS)])
 
@@ -82,7 +85,7 @@ def seen() -> Iterator[Observed]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.observe, "LEAD_S", LEAD_S)
-        patch.setattr(harness.observe, "gpu_source", Meter)
+        patch.setattr(harness.observe, "gpu_source", lambda held: Meter() if held is HELD else None)
         patch.setattr(harness.observe, "drive", begins_in_the_window)
         yield observe(
             system,

@@ -13,6 +13,7 @@ import torch
 from golden import contiguous_burst, play
 
 import harness.probe as probe
+import harness.probe_sizes as probe_sizes
 from harness.limits import Peaks, StepCost
 from harness.metrics import compute_metrics
 from harness.records import TELEMETRY_SCHEMA, empty_frame
@@ -28,8 +29,9 @@ UNDISTURBED = probe.undisturbed
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"COPY_BYTES": 2**12, "GEMM_ROWS": 3, "GEMM_SIZE": 64, "PROBE_S": 0.001}.items():
-        monkeypatch.setattr(probe, name, value)
+    for name, value in {"MOST_COPY_BYTES": 2**12, "GEMM_ROWS": 3, "GEMM_SIZE": 64}.items():
+        monkeypatch.setattr(probe_sizes, name, value)
+    monkeypatch.setattr(probe, "PROBE_S", 0.001)
     monkeypatch.setattr(probe, "undisturbed", lambda cpu_s, wall_s, threads: True)
 
 
@@ -57,13 +59,30 @@ def test_the_gemm_is_the_methods_own_and_a_multiply_add_is_two(method: type[Any]
 
 def test_the_best_of_the_runs_counts_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PROBE_S", 10.0)
-    now, lengths = [100.0], iter([4.0, 1.5, 3.0, 2.0, 9.0])
+    now, lengths = [100.0], iter([0.1, 4.0, 1.5, 3.0, 2.0, 9.0])  # the first may build what it runs
 
     def work() -> None:
         now[0] += next(lengths)
 
     assert probe.best_seconds(work, "cpu", lambda: now[0]) == 1.5
     assert next(lengths) == 9.0  # four runs: over after 10.5 s
+
+
+def test_a_gpu_is_waited_for_once_for_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes 1 s, a call 1 s, a wait 5 s: one for each call would be taken for its work."""
+    monkeypatch.setattr(probe, "PROBE_S", 1.0)
+    now, queued = [0.0], [0]
+
+    def work() -> None:
+        now[0] += 1.0
+        queued[0] += 1
+
+    def wait() -> None:
+        now[0] += queued[0] * 1.0 + 5.0
+        queued[0] = 0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert probe.best_seconds(work, "cuda", lambda: now[0]) == 2.0 + 5.0 / probe.GPU_CALLS
 
 
 @pytest.fixture
@@ -99,6 +118,10 @@ def test_a_gemm_is_measured_once_for_each_method_and_the_bandwidth_once(probed: 
         (torch, "get_num_threads", lambda: 77, ["Fp32", "copy"]),
         (probe, "device_name", lambda device: "another processor", ["Fp32", "copy"]),
         (probe, "VERSION", probe.VERSION + 1, ["Fp32", "copy"]),
+        (probe.platform, "node", lambda: "another host", ["Fp32", "copy"]),
+        (probe.os, "cpu_count", lambda: 999, ["Fp32", "copy"]),
+        (probe, "memory_total_bytes", lambda device: 2**50, ["Fp32", "copy"]),
+        (probe, "code_version", lambda: "other kernels", ["Fp32"]),
         (Fp32, "kernel", "another kernel", ["Fp32"]),
     ],
 )

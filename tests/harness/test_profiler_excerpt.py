@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from harness.driven import Driven
 from harness.telemetry.excerpt import Excerpt, excerpt
 from impls.request import Request, SamplingParams
 
@@ -29,7 +30,7 @@ def excerpt_of(prefill_tokens: list[int], rows: list[dict[str, Any]], count: int
     sent = [Request(f"r{i}", (1, 2, 3), SamplingParams(max_tokens=10)) for i in range(len(rows))]
     names = ["scheduled_s", "finished_s", "output_token_ids", "emission_times_s", "emission_tokens"]
     table = pd.DataFrame(rows, columns=names).astype({"scheduled_s": float, "finished_s": float})
-    return excerpt(sent, table, steps_of(prefill_tokens), count=count, at=at)
+    return excerpt(Driven(sent, table, steps_of(prefill_tokens)), count=count, at=at)
 
 
 @pytest.mark.parametrize(

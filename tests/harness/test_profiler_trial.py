@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from direct_study import run_study
 
 from harness.__main__ import main
 from harness.arm import resolve_study
-from harness.block import run_block
 from harness.compose import compose_arm
 from harness.drive import RealClock, drive
+from harness.driven import Driven
 from harness.recorder import Recorder
 from harness.records import TrialRecord, read_trial
-from harness.run_dir import pending_blocks, read_plan
 from harness.telemetry import profiler, ranges
 from harness.telemetry.options import TelemetryOptions
 from harness.telemetry.profiler import Profile, profile_steps
@@ -45,27 +47,15 @@ TORCH = ["telemetry.profiler=torch", f"telemetry.profiler_steps={STEPS}"]
 
 
 def trial_of(folder: Path, *arguments: str, requests: int = 9, precision: str = "fp32") -> TrialRecord:
-    def blocks(run_dir: Path, overrides: Any) -> None:
-        for block in pending_blocks(run_dir, read_plan(run_dir)):
-            run_block(run_dir, block)
-
     chosen = [f"workload.num_requests={requests}", f"precision={precision}", "isolation=inline"]
     command = [*ARM, *chosen, *arguments, f"run_dir={folder / 'run'}"]
-    assert main(command, launch=blocks, finish=lambda run_dir, plan: []) == 0
+    assert run_study(command) == 0
     return read_trial(folder / "run/single/0")
-
-
-@pytest.fixture(autouse=True)
-def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))  # not behind what is measured on this machine
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> TrialRecord:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("profiled")
-        patch.setenv("HARNESS_LOCKS", str(folder))
-        return trial_of(folder, *TORCH)
+    return trial_of(tmp_path_factory.mktemp("profiled"), *TORCH)
 
 
 def trace_of(record: TrialRecord) -> list[dict[str, Any]]:
@@ -146,8 +136,18 @@ def test_c_kernels_which_the_profiler_cannot_see_are_in_their_groups(tmp_path: P
         assert not names & {"aten::mm", "aten::addmm", "aten::linear", "aten::matmul"}
 
 
+@pytest.fixture
+def no_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(name: str) -> Any:
+        raise RuntimeError(f"range {name} entered")
+
+    monkeypatch.setattr(ranges, "record_function", never)
+
+
+@pytest.mark.usefixtures("no_range")
 def test_nothing_measured_changes_and_without_it_there_is_nothing(profiled: TrialRecord, tmp_path: Path) -> None:
     plain = trial_of(tmp_path)
+    assert plain.run["status"] == "ok"  # no range is entered while a trial is measured
     assert plain.run["profile"] is None and not list(plain.path.glob("trace*"))
     assert [*plain.requests["output_token_ids"].map(list)] == [*profiled.requests["output_token_ids"].map(list)]
     for name in ("prefill_tokens", "decode_tokens", "running"):
@@ -183,25 +183,23 @@ class Watched:
             return self.seen[-1]
 
         options = TelemetryOptions(rate_hz=10.0, profiler="torch", profiler_steps=STEPS, profiler_at=at)
-        recorder = self.recorder
+        driven = Driven(self.recorder.sent(), self.recorder.requests(), self.recorder.steps())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Engine, "step", watched)
-            return profile_steps(
-                self.engine,
-                recorder.sent(),
-                recorder.requests(),
-                recorder.steps(),
-                options,
-                tick=lambda: None,
-                should_stop=should_stop,
-            )
+            return profile_steps(self.engine, driven, options, tick=lambda: None, should_stop=should_stop)
+
+
+@pytest.fixture(scope="module")
+def driven() -> Watched:
+    return Watched("attention=sdpa")
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    found = Watched("attention=sdpa")
-    yield found
-    assert not found.engine.has_work and found.engine.kv.num_free_blocks == found.engine.kv.num_blocks
+def watched(driven: Watched) -> Iterator[Watched]:
+    """One for all tests: however a profile ends, its engine is left as if there had been none."""
+    driven.seen.clear()
+    yield driven
+    assert not driven.engine.has_work and driven.engine.kv.num_free_blocks == driven.engine.kv.num_blocks
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
@@ -235,22 +233,46 @@ def test_every_range_is_taken_off_again(watched: Watched) -> None:
         assert all(vars(part)[name] is value for name, value in seen.items() if callable(value))
 
 
-def test_no_range_is_entered_while_a_trial_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(name: str) -> Any:
-        raise RuntimeError(f"range {name} entered")
+def test_on_cuda_each_range_is_one_of_nvtx_as_well(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
 
-    monkeypatch.setattr(ranges, "record_function", never)
-    assert trial_of(tmp_path, requests=2).run["status"] == "ok"
-    seen = trial_of(tmp_path / "profiled", *TORCH, requests=2).run  # where they are, they would have been seen
-    assert "telemetry.profiler=torch: no profile, range step entered" in seen["validity"]
+    @contextmanager
+    def nvtx_range(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
+    engine, steps = watched.engine, 0
+    with ExitStack() as stack:
+        with monkeypatch.context() as patch:  # what is entered is chosen here; the engine itself stays where it is
+            patch.setattr(engine, "device", torch.device("cuda"))
+            open_range = stack.enter_context(ranges.ranges(engine))
+        engine.add_request(watched.recorder.sent()[0])
+        while engine.has_work:
+            with open_range("step"):
+                engine.step(math.inf)
+            steps += 1
+    engine.close()
+    counts = Counter(entered)
+    phases = ("step", "schedule", "prepare", "forward", "sample", "commit")
+    assert steps > 2 and [counts[name] for name in phases] == [steps] * len(phases)
+    assert [counts[f"layer {n}"] for n in range(LAYERS + 1)] == [steps] * LAYERS + [0]
+    assert counts["self_attn"] == counts["mlp"] == LAYERS * steps and counts["linear"] > 2 * LAYERS * steps
 
 
-def test_without_kineto_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "kineto_available", lambda: False)
+@pytest.mark.usefixtures("no_range")
+def test_a_trial_without_its_profile_is_recorded_with_a_warning(tmp_path: Path) -> None:
     record = trial_of(tmp_path, *TORCH, requests=2)
     assert record.run["status"] == "ok" and record.run["profile"] is None
     assert not list(record.path.glob("trace*"))
-    (warning,) = [line for line in record.run["validity"] if "profiler" in line]
+    assert "telemetry.profiler=torch: no profile, range step entered" in record.run["validity"]
+
+
+def test_without_kineto_a_warning_says_so(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "kineto_available", lambda: False)
+    profile = watched.profile()
+    assert profile.summary is None and profile.trace is None and watched.seen == []
+    (warning,) = profile.warnings
     assert "Kineto" in warning and "\n" not in warning
 
 
@@ -295,8 +317,9 @@ def test_a_compiled_model_is_told_apart_by_its_operators(monkeypatch: pytest.Mon
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled  # the ranges made nothing compile anew
     n = sum(profile.summary["steps"].values())
     rows = [row for row in profile.summary["operators"] if row["phase"] == "forward"]
-    calls = {group: sum(row["calls"] for row in rows if row["group"] == group) for group in ("linear", "attention")}
-    assert calls == {"linear": n * 4 * LAYERS, "attention": n * (LAYERS + 1)}
+    groups = ("linear", "attention", "head")
+    calls = {group: sum(row["calls"] for row in rows if row["group"] == group) for group in groups}
+    assert calls == {"linear": n * 4 * LAYERS, "attention": n * (LAYERS + 1), "head": n}
     assert sum(row["cpu_s"] for row in rows if row["group"] == "elementwise") > 0
     assert profile.trace is not None
     events = [e for e in json.loads(gzip.decompress(profile.trace))["traceEvents"] if "dur" in e]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pydoc_data.topics as pydoc_topics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from harness.quality import (
 )
 from impls.build import build_engine
 from impls.engine import Engine
+from impls.models import calibration
 from impls.models.calibration import calibration_texts
 from impls.models.source import ModelSource, open_model
 
@@ -91,6 +94,8 @@ def test_texts_are_whole_seeded_and_none_that_a_quantiser_learns_from() -> None:
     assert sum(map(len, learnt)) == 20_000
     shared = sum(tuple(text[i : i + 20]) in grams for text in learnt for i in range(len(text) - 20))
     assert shared == 0
+    topics = Path(pydoc_topics.__file__).read_text(encoding="utf-8")
+    assert not any(docstring in topics for docstring in calibration._docstrings())
 
 
 def test_logits_are_those_of_every_position_and_nothing_is_left_in_the_cache(tiny: ModelSource) -> None:

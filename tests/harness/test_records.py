@@ -228,6 +228,23 @@ def test_a_frame_that_breaks_the_schema_is_refused_and_nothing_is_written(tmp_pa
         ({"metrics": []}, "metrics is list, expected dict"),
         ({"reasons": "none"}, "reasons is str, expected list"),
         ({"schema_version": 2}, "schema_version 2, expected 1"),
+        ({"provenance": {"git": "main"}}, "provenance.git is str, expected dict"),
+        ({"axes": {"precision": "bf16"}, "config": {"precision": "bf16"}}, "config.precision is str, expected dict"),
+        ({"metrics": {"ttft_s": {"p50": "fast"}}}, "metrics.ttft_s.p50 is str, expected a number or null"),
+        ({"metrics": {"ttft_s": {"n": True}}}, "metrics.ttft_s.n is bool, expected a number or null"),
+        ({"metrics": {"ttft_s": 7}}, "metrics.ttft_s is int, expected dict"),
+        ({"metrics": {"n_failed": {"a": 1}}}, "metrics.n_failed is dict, expected a number"),
+        ({"metrics": {"kv_waste": {"internal": "inf", "unusable": "x"}}}, "metrics.kv_waste.unusable is str"),
+        ({"limits": {"source": "probe", "flops_per_s": True}}, "limits.flops_per_s is bool, expected a number"),
+        ({"window": {"rule": 1}}, "window.rule is int, expected str"),
+        ({"validity": ["busy host", 3]}, "validity[1] is int, expected str"),
+        ({"emulated": {}}, "emulated is dict, expected list"),
+        ({"linear_stages": [{"rows": 1}]}, "linear_stages[0] is missing apply_s, quantize_s, matmul_s, rescale_s"),
+        ({"quality": {"perplexity": {"low": 1, "high": "2"}}}, "quality.perplexity.high is str, expected a number or"),
+        ({"equivalence": "equal"}, "equivalence is str, expected dict"),
+        ({"provenance": {"telemetry_cost": {}}}, "provenance.telemetry_cost is missing rounds, cpu_s, mean_round_s"),
+        ({"config": {"batching": {"max_num_seqs": "8"}}}, "config.batching.max_num_seqs is str, expected int"),
+        ({"metrics": {"output_tokens": 10**400}}, "metrics.output_tokens is beyond what a float holds"),
     ],
 )
 def test_validation_names_the_field(change: dict[str, Any], message: str) -> None:
@@ -357,10 +374,18 @@ def test_a_run_lists_its_trials_in_the_plans_order(tmp_path: Path) -> None:
     assert [t.run["trial"] for t in read_run(tmp_path).of_arm("paged")] == [2, 10]
 
 
+def test_a_copied_record_is_told(tmp_path: Path) -> None:
+    write_json(tmp_path / "study.json", {"arms": {"static": {}}})
+    for trial in (0, 1):
+        write_trial(tmp_path / "static" / str(trial), run_json(trial=0))
+    with pytest.raises(RecordError, match=r"static/1/run\.json: is a record of static/0, as is .*static/0$"):
+        read_run(tmp_path)
+
+
 def test_a_run_without_a_plan_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"study\.json: not found"):
         read_run(tmp_path)
     write_json(tmp_path / "study.json", {"arms": ["static"]})
-    with pytest.raises(RecordError, match=r"study\.json: arms must be an object"):
+    with pytest.raises(RecordError, match=r"study\.json: arms is list, expected dict"):
         read_run(tmp_path)
     assert read_json(tmp_path / "study.json") == {"arms": ["static"]}

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from direct_study import run_study
 from killed_study import end_of, start_study
-from real_study import COMMAND, TRIALS, WAIT_S, RealStudy, kill, leftovers, outcome, wait_for_lines
+from real_study import COMMAND, WAIT_S, RealStudy, kill, leftovers, outcome, wait_for_lines
 
-from harness.__main__ import main
-from harness.block import run_block
-from harness.run_dir import pending_blocks, read_plan, statuses
+from harness.run_dir import read_plan, statuses
 
-CHANGED = ("workload.num_requests=4", "workload.output_length.value=6")
+CHANGED = ("study.trials=1", "workload.num_requests=4", "workload.output_length.value=6")
 SHORT = [*(o for o in COMMAND if o.partition("=")[0] not in {c.partition("=")[0] for c in CHANGED}), *CHANGED]
 
 
@@ -36,7 +35,7 @@ def undisturbed_study(folder: Path, *, with_report: bool) -> Undisturbed:
     began = time.monotonic()
     assert end_of(start_study(folder, SHORT, with_report=with_report)) == 0, (folder / "output").read_text()
     found = outcome(folder / "run")
-    assert len(found["trials"]) == TRIALS and {trial[0] for trial in found["trials"].values()} == {"ok"}
+    assert len(found["trials"]) == 2 and {trial[0] for trial in found["trials"].values()} == {"ok"}
     return Undisturbed(found, int((folder / "writes").read_text()), time.monotonic() - began)
 
 
@@ -62,7 +61,7 @@ def test_kill_9_at_three_writes_one_after_another(tmp_path: Path, without_report
     strikes where the plan, a table and a record are half-written.
     """
     generator = np.random.default_rng(1366)
-    assert without_report.writes > 3 * 12
+    assert without_report.writes > 12
     for _ in range(3):
         at = int(generator.integers(1, 13))
         assert end_of(start_study(tmp_path, SHORT, at=at)) == -signal.SIGKILL
@@ -90,12 +89,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, with_report: Undisturbed, seed: in
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same study in this process, its trials in processes of their own, which nobody kills."""
     folder = tmp_path_factory.mktemp("i")
-
-    def blocks(run_dir: Path, overrides: Any) -> None:
-        for block in pending_blocks(run_dir, read_plan(run_dir)):
-            run_block(run_dir, block)
-
-    assert main([*COMMAND, f"run_dir={folder / 'run'}"], launch=blocks, finish=lambda run_dir, plan: []) == 0
+    assert run_study([*COMMAND, f"run_dir={folder / 'run'}"]) == 0
     return outcome(folder / "run")
 
 

@@ -89,6 +89,10 @@ def test_every_number_says_that_it_is_one(key: str, capsys: Any) -> None:
         ("isolation=inlin", ["isolation=inlin", "did you mean inline?"]),
         ("workload.num_requests=1e400", ["workload.num_requests="]),
         ("kv_cache.block_size=0", ["kv_cache.block_size=0", "at least 1"]),
+        ("telemetry.rate_hz=1e9", ["telemetry.rate_hz=1000000000.0", "at most 1000", "nearest: 1000"]),
+        ("kv_cache.block_size=glob(*)", ["kv_cache.block_size=glob(*)", "sweeps over nothing"]),
+        ("batching=glob(x*)", ["batching=glob(x*)", "sweeps over nothing"]),
+        ("kv_cache.block_size=range(3,1)", ["kv_cache.block_size=range(3,1)", "sweeps over nothing"]),
     ],
 )
 def test_what_a_value_may_be_is_said(argument: str, parts: list[str], capsys: Any) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_study_run import SWEEP, FakeRunner
+from direct_study import run_study
+from fake_study import SWEEP, FakeRunner
 
 import harness.block
 import harness.run_dir
 from harness.__main__ import launch_blocks, main
-from harness.block import run_block
 from harness.isolate import Ending
-from harness.run_dir import pending_blocks, read_plan
+from harness.records import RecordError
 
 RUN = Path("run")
 VICTIM = RUN / "static" / "1"
@@ -28,11 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.chdir(tmp_path)
 
     def run(runner: FakeRunner, *arguments: str) -> int:
-        def blocks(run_dir: Path, overrides: Any) -> None:
-            for block in pending_blocks(run_dir, read_plan(run_dir)):
-                run_block(run_dir, block, run_one=runner)
-
-        return main([*arguments, f"run_dir={RUN}"], launch=blocks, finish=lambda run_dir, plan: [])
+        return run_study([*arguments, f"run_dir={RUN}"], runner)
 
     return run
 
@@ -56,9 +52,36 @@ def cut(name: str) -> Callable[[Path], None]:
     return cut
 
 
+def of_another_trial(folder: Path) -> None:
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(run | {"trial": 0}))
+
+
+def edited(*place: str, to: Any) -> Callable[[Path], None]:
+    """By hand, deep in run.json."""
+
+    def edit(folder: Path) -> None:
+        run = json.loads((folder / "run.json").read_text())
+        part = run
+        for name in place[:-1]:
+            part = part.setdefault(name, {})
+        part[place[-1]] = to
+        (folder / "run.json").write_text(json.dumps(run))
+
+    return edit
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
+    "run.json: metrics.ttft_s is int, expected dict": edited("metrics", "ttft_s", to=7),
+    "run.json: metrics.output_tokens_per_s is str, expected a number": edited("metrics", "output_tokens_per_s", to="x"),
+    "run.json: provenance.host_before.load_1m is dict": edited("provenance", "host_before", "load_1m", to={}),
+    "run.json: config.slo.ttft_s is list, expected a number or null": edited("config", "slo", "ttft_s", to=[]),
+    "run.json: profile is missing steps, window_s, operators": edited("profile", to={}),
+    "run.json: reasons[0] is NoneType, expected str": edited("reasons", to=[None]),
+    "run.json: seed is float, expected int": edited("seed", to=0.5),
     "schema_version 2 is newer than 1": newer,
     "missing status": without_status,
+    "run.json: is the record of static/0, which is not its folder": of_another_trial,
     "run.json: not readable as JSON": cut("run.json"),
     "steps.parquet: not readable as parquet": cut("steps.parquet"),
     "requests.parquet: not found": lambda folder: (folder / "requests.parquet").unlink(),
@@ -96,14 +119,28 @@ def drop_config(plan: dict[str, Any]) -> None:
     plan["arms"]["static"]["config"] = {}
 
 
+def of_the_arm(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda plan: plan["arms"]["static"].update(changes)
+
+
 PLANS: dict[str, Callable[[dict[str, Any]], None]] = {
     "arms.../precious: is no arm's name": arm_outside,
     "order: must be lists of the plan's arms": changed(order=[["../precious"]]),
-    "arms: is list, must be dict": changed(arms=["static"]),
-    "overrides: is NoneType, must be list": changed(overrides=None),
-    "stall_s: is str, must be int | float": changed(stall_s="long"),
-    "arms.static.config.kv_cache.budget_bytes: is NoneType, must be int": drop_config,
+    "arms is list, expected dict": changed(arms=["static"]),
+    "overrides is NoneType, expected list": changed(overrides=None),
+    "stall_s is str, expected a number": changed(stall_s="long"),
+    "arms.static.config is missing kv_cache": drop_config,
     "schema_version 9 is newer than 1": changed(schema_version=9),
+    "half_width is str, expected a number": changed(half_width="narrow"),
+    "order[0] is str, expected list": changed(order=["static"]),
+    "arms.static is NoneType, expected dict": changed(arms={"static": None}),
+    "arms.static.config.kv_cache.budget_bytes is bool, expected int": lambda plan: plan["arms"]["static"]["config"][
+        "kv_cache"
+    ].update(budget_bytes=True),
+    "baseline: nobody is none of the plan's arms": changed(baseline="nobody"),
+    "arms.static.versus: nobody is none of the plan's arms": of_the_arm(versus="nobody"),
+    "arms.static.fingerprints is list, expected dict": of_the_arm(fingerprints=[]),
+    "arms.static.overrides[0] is int, expected str": of_the_arm(overrides=[1]),
 }
 
 
@@ -145,6 +182,18 @@ def test_a_disk_that_is_full_for_the_report_is_one_line(run: Any, capsys: Any) -
     assert main([f"run_dir={RUN}"], finish=no_space) == 2
     error = capsys.readouterr().err
     assert "No space left on device" in error and "what is recorded there is kept" in error and error.count("\n") == 1
+
+
+def test_a_table_that_proves_to_be_corrupt_at_the_end_is_one_line(run: Any, capsys: Any) -> None:
+    assert run(FakeRunner(), *SWEEP) == 0
+    capsys.readouterr()
+
+    def finish(run_dir: Path, plan: Any) -> list[Path]:
+        raise RecordError(f"{run_dir / 'static/0/requests.parquet'}: not readable as parquet")
+
+    assert main([f"run_dir={RUN}"], finish=finish) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "requests.parquet: not readable" in error and error.count("\n") == 1
 
 
 def test_where_not_even_a_failure_can_be_recorded_the_study_ends_in_one_line(

@@ -60,6 +60,7 @@ def test_two_pairs_by_hand() -> None:
 def test_two_pairs_that_disagree_wildly_have_an_endless_interval() -> None:
     found = ratio(TOKENS, {0: 1e6, 1: 1e-6}, {0: 1e-6, 1: 1e6}, adaptive=True)
     assert (found.low, found.high) == (0.0, math.inf) and found.median == pytest.approx(1.0)
+    assert ratio(TOKENS, {0: 1e308}, {0: 1e-308}).median == math.inf
 
 
 @pytest.mark.parametrize(

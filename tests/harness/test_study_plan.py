@@ -127,6 +127,12 @@ def test_arms_that_do_not_fit_together_are_refused(arms: object, said: str) -> N
         plan_arms([], [], read_arms(arms), trials=3)
 
 
+@pytest.mark.parametrize("name", ["study.json", "summary.json", "report.html", "a" * 201, "\u6587" * 70])
+def test_a_name_that_cannot_be_its_folder_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="also a folder's"):
+        plan_arms([], [], read_arms({name: STATIC}), trials=1)
+
+
 def test_two_arms_of_one_name_are_refused() -> None:
     with pytest.raises(BadInput, match="static: two arms"):
         plan_arms([], [settings("batching=static", "batching=static")], [], trials=1)

@@ -17,7 +17,9 @@ from harness.report import build
 from harness.summary import TABLE_COLUMNS, incomparable, summarize, table_rows
 
 WORKLOAD = {"arrivals": {"name": "burst"}, "num_requests": 48}
-HARDWARE = {"hardware": {"cpu": "x", "cores": 2}}
+CONTENT = {"file_sha256": "1", "clipped_to": None, "text": {"corpus_sha256": "1"}}
+OTHER_CONTENT = ({"file_sha256": "2"}, {"clipped_to": 512}, {"text": {"corpus_sha256": "2"}})
+HARDWARE = {"hardware": {"cpu": "x", "cores": 2}, "workload": CONTENT}
 PLAN = {
     "baseline": "static",
     "arms": {
@@ -77,7 +79,7 @@ def test_shape_is_the_contracts(run_dir: Path) -> None:
     summary = summarize(run_dir)
     assert list(summary) == ["baseline", "arms"] and list(summary["arms"]) == list(PLAN["arms"])
     for entry in summary["arms"].values():
-        assert list(entry) == ["status", "reasons", "metrics", "ratios", "versus", "step_ratios"]
+        assert list(entry) == ["status", "reasons", "warnings", "metrics", "ratios", "versus", "step_ratios"]
         for ratios in (entry["ratios"], entry["step_ratios"] or {}):
             assert all(list(r) == ["median", "low", "high", "n", "verdict"] for r in ratios.values())
     assert summary["arms"]["static"]["step_ratios"] is None and summary["arms"]["static"]["versus"] is None
@@ -166,14 +168,17 @@ def test_it_reads_no_table_and_takes_records_that_are_read(run_dir: Path, monkey
     ("change", "reasons"),
     [
         ({}, []),
-        ({"provenance": {"hardware": {"cpu": "y", "cores": 2}, "git": "other"}}, ["machine differs"]),
-        ({"provenance": HARDWARE | {"git": "other"}}, []),
+        ({"provenance": {"hardware": {"cpu": "y", "cores": 2}, "git": {"commit": "other"}}}, ["machine differs"]),
+        ({"provenance": HARDWARE | {"git": {"commit": "other"}}}, []),
         # A record without a fingerprint is compared by its option.
         ({"provenance": HARDWARE, "config": {"workload": WORKLOAD, "model": {"name": "llama3_8b"}}}, ["model differs"]),
         ({"provenance": HARDWARE}, []),
-        ({"config": {"workload": WORKLOAD, "model": {"name": "tiny", "max_model_len": 9}, "precision": "int8"}}, []),
+        ({"config": {"workload": WORKLOAD, "model": {"name": "tiny", "max_model_len": 9}, "precision": {}}}, []),
         ({"config": {"workload": {}, "model": {"name": "tiny"}}}, ["traffic differs"]),
         ({"seed": 7}, ["traffic differs"]),
+        *(({"provenance": HARDWARE | {"workload": content}}, ["traffic differs"]) for content in OTHER_CONTENT),
+        # A record from before it was told is compared by what it tells.
+        ({"provenance": HARDWARE | {"workload": {"file": "t.jsonl", "text": {"distinct_first_tokens": 9}}}}, []),
         ({"clock": "virtual"}, ["clock differs"]),
         ({"provenance": HARDWARE | {"model": {"name": "tiny", "fingerprint": "b"}}}, ["model differs"]),
         ({"provenance": HARDWARE | {"model": {"name": "tiny", "fingerprint": "a"}}}, []),
@@ -205,13 +210,23 @@ def test_the_table(run_dir: Path) -> None:
     rows = {row["arm"]: row for row in table_rows(summarize(run_dir))}
     assert all(tuple(row) == TABLE_COLUMNS for row in rows.values())
     assert list(rows["continuous"].values()) == [
-        *("continuous", "22.0", "2.00x [2.00, 2.00]", "2.00x [2.00, 2.00] vs static", "1.00 / 2.00", "20.0 / 30.4"),
-        *("50.0 %", "62.5 %", "-", "512 MB"),
+        *("continuous", "22.0", "2.00x [2.00, 2.00]", "2.00x [2.00, 2.00] vs static", "3"),
+        *("1.00 / 2.00", "20.0 / 30.4", "50.0 %", "62.5 %", "-", "512 MB"),
     ]
     assert rows["static"]["vs baseline"] == "baseline" and rows["static"]["vs previous"] == ""
     assert rows["paged"]["TTFT p50/p99 s"] == "1.00 / inf" and rows["paged"]["slots"] == "-"
-    assert rows["fp8"]["vs baseline"] == "not comparable"
+    assert rows["fp8"]["vs baseline"] == "not comparable" and rows["fp8"]["n"] == "1"
     assert rows["llama"]["output tok/s"] == "not_run: needs 810 GB, has 141 GB"
+
+
+def test_the_table_tells_how_many_pairs_each_ratio_has(tmp_path: Path) -> None:
+    plans = {"static": {}, "continuous": {"versus": "static"}, "paged": {"versus": "continuous"}}
+    write_json(tmp_path / "study.json", {"arms": plans})
+    for arm, trials in {"static": 3, "continuous": 1, "paged": 3}.items():
+        for trial in range(trials):
+            record(tmp_path, arm, trial, 10.0)
+    rows = {row["arm"]: row["n"] for row in table_rows(summarize(tmp_path))}
+    assert rows == {"static": "3", "continuous": "1", "paged": "3 / 1"}
 
 
 def test_the_table_tells_no_pair_from_no_comparison(tmp_path: Path) -> None:
@@ -222,6 +237,29 @@ def test_the_table_tells_no_pair_from_no_comparison(tmp_path: Path) -> None:
     record(tmp_path, "later", 1, 20.0)  # no trial of the baseline's number
     rows = {row["arm"]: row["vs baseline"] for row in table_rows(summarize(tmp_path))}
     assert rows == {"first": "baseline", "idle": "-", "other": "not comparable", "later": "-"}
+
+
+def test_an_option_of_the_traffic_that_is_off_is_as_one_that_was_not_there_yet() -> None:
+    def run(**workload: Any) -> dict[str, Any]:
+        traffic = {"name": "chat", "sampling": {"temperature": 0.0}, **workload}
+        return {"provenance": {}, "config": {"workload": traffic}, "seed": 0, "clock": "real", "emulated": []}
+
+    off = run(priority_shares=[], path=None, sampling={"temperature": 0.0, "stop_token_ids": []})
+    assert incomparable(run(), off) == []
+    assert incomparable(run(), run(priority_shares=[0.5, 0.5])) == ["traffic differs"]
+    assert incomparable(run(), run(sampling={"temperature": 0.0, "stop_token_ids": [7]})) == ["traffic differs"]
+
+
+def test_workers_of_other_hosts_are_part_of_the_machine() -> None:
+    def run(*workers: dict[str, Any]) -> dict[str, Any]:
+        named = {f"decode{i}": {"hardware": hardware, "clock_error_s": i} for i, hardware in enumerate(workers)}
+        provenance: dict[str, Any] = {"hardware": {"cpu": "a"}, **({"workers": named} if named else {})}
+        return {"provenance": provenance, "config": {}, "seed": 0, "clock": "real", "emulated": []}
+
+    fast, slow = {"cpu": "b"}, {"cpu": "c"}
+    assert incomparable(run(), run()) == incomparable(run(fast, slow), run(slow, fast)) == []
+    for other in (run(), run(slow), run(fast, fast)):
+        assert incomparable(run(fast), other) == ["machine differs"]
 
 
 def test_what_an_inline_trial_cannot_know_of_itself_is_missing_everywhere(tmp_path: Path) -> None:

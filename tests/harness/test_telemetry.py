@@ -136,6 +136,22 @@ def test_host_load_of_an_idle_and_of_a_busy_host(monkeypatch):
         assert load["steal_percent"] == pytest.approx(steal, abs=1e-6)
 
 
+def test_the_first_reading_of_the_host_is_of_the_time_since_the_source_was_made_whichever_thread_reads(monkeypatch):
+    Times = namedtuple("Times", ["user", "system", "idle", "iowait", "guest"])
+    readings = iter([Times(10, 5, 100, 3, 0), Times(11, 5, 101, 5, 1), Times(11, 5, 101, 5, 1)])
+    monkeypatch.setattr(host.psutil, "cpu_times", lambda: next(readings))
+    source, seen = HostSource(), []
+
+    def read():
+        seen.append({r.name: r.value for r in source.read()}.get("cpu_percent"))
+
+    for _ in range(2):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert seen == [25.0, None]  # 1 of 4 seconds (a guest's are the user's); no tick since, so nothing is known
+
+
 def test_rate_must_be_positive():
     with pytest.raises(ValueError, match="rate_hz=0"):
         Sampler([], RealClock(), rate_hz=0)

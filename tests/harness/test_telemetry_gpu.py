@@ -133,6 +133,6 @@ def test_no_library_and_no_driver_give_no_source(monkeypatch: pytest.MonkeyPatch
     fake_cuda(monkeypatch, [A], [1])
     for error in ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"):
         monkeypatch.setitem(
-            gpu_module.__dict__, "GpuSource", lambda *_, e=error: GpuSource(FakeNvml({"nvmlInit": e}), {})
+            gpu_module.__dict__, "GpuSource", lambda *_, e=error, **__: GpuSource(FakeNvml({"nvmlInit": e}), {})
         )
         assert gpu_source() is None

@@ -150,3 +150,23 @@ def test_it_leaves_no_prefix_behind(prefix: str) -> None:
     assert any(hits for s in seen for hits in s.cached_prompt_tokens.values()), "its own prompts come twice"
     for request in stream.warmup_requests(4, prompt_tokens=12, max_tokens=4):
         assert engine.kv.begin(request.request_id, request.prompt_token_ids) == 0
+
+
+def test_ready_is_when_every_shape_is_made_and_before_what_decoding_costs_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, stream, _ = build("batching.max_num_seqs=4", *SPECULATIVE)
+    now = [0.0]
+    monkeypatch.setattr("harness.warm_up.process_age_s", lambda: now[0])
+
+    def capture(most: int) -> None:
+        now[0] += 5.0
+
+    def timed(*_: Any) -> list[Any]:
+        now[0] += 70.0
+        return []
+
+    monkeypatch.setattr(engine.executor, "warm_up", capture)
+    monkeypatch.setattr("harness.warm_up.decode_costs", timed)
+    warmed = warm_up(engine, stream)
+    assert (warmed.startup_s, warmed.ready_s, now[0]) == (0.0, 5.0, 75.0)

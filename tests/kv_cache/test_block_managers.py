@@ -40,7 +40,6 @@ class BlockMachine(RuleBasedStateMachine):
         held = self.tables.get(seq_id, [])
         wanted = -(-num_tokens // self.kv.block_size)
         fits = wanted - len(held) <= self.free_blocks()
-        assert self.kv.can_allocate(seq_id, num_tokens) is fits
         assert self.kv.allocate(seq_id, num_tokens) is fits
         if fits:
             table = list(self.kv.block_table(seq_id))
@@ -102,7 +101,7 @@ class ContiguousMachine(BlockMachine):
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
 TestPaged.settings = TestContiguous.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=50, stateful_step_count=40
 )
 
 

@@ -62,7 +62,6 @@ class SharingMachine(RuleBasedStateMachine):
         free = BLOCKS - len(held) - len(self.left_behind)
         fits = missing <= free + len(self.left_behind)
         before = list(self.kv.block_table(seq_id))
-        assert self.kv.can_allocate(seq_id, num_tokens) is fits
         assert self.kv.allocate(seq_id, num_tokens) is fits
         table = list(self.kv.block_table(seq_id))
         assert table[: len(before)] == before, "a table is append-only"
@@ -205,5 +204,5 @@ class RadixMachine(SharingMachine):
 TestHashChain = HashChainMachine.TestCase
 TestRadix = RadixMachine.TestCase
 TestHashChain.settings = TestRadix.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=60, stateful_step_count=40
 )

@@ -51,7 +51,7 @@ class TestWhatIsFound:
         own = list(kv.block_table("b"))
         kv.commit("a", 5)
         kv.commit("b", 5)
-        assert kv.block_table("b") == own and kv.num_free_blocks == BLOCKS - 6
+        assert list(kv.block_table("b")) == own and kv.num_free_blocks == BLOCKS - 6
         kv.free("a")
         assert kv.num_free_blocks == BLOCKS - 3 and not kv._cached, "b's copy is enough"
         assert kv.begin("c", list(tokens)) == 4 and list(kv.block_table("c")) == own[:2]
@@ -141,6 +141,16 @@ class TestWhatIsFound:
         kv.free("d")
         kv.check_invariants()
 
+    def test_an_allocation_that_fails_evicts_nothing(self, index: type[Any]) -> None:
+        """Two blocks of four are cached and two are held: three are not to be had."""
+        kv = cache(index, blocks=4)
+        compute(kv, "a", [1] * 4)
+        kv.free("a")
+        assert kv.allocate("b", 4) and kv.num_free_blocks == 2
+        assert not kv.allocate("c", 5)
+        assert kv.begin("d", [1] * 5) == 4
+        assert kv.num_free_blocks == 0
+
     def test_a_sequence_that_only_allocates_shares_nothing(self, index: type[Any]) -> None:
         kv = cache(index)
         assert kv.allocate("a", 4)
@@ -157,7 +167,7 @@ class TestWhatIsFound:
         kv.free("b")
         held = list(kv.block_table("a"))
         kv.reset_prefixes()
-        assert kv.block_table("a") == held and kv.num_free_blocks == BLOCKS - 2
+        assert list(kv.block_table("a")) == held and kv.num_free_blocks == BLOCKS - 2
         running += [1]
         kv.commit("a", 4)
         assert kv.begin("d", [1] * 5) == 0 and kv.begin("e", [2] * 5) == 0
@@ -206,9 +216,20 @@ class TestRadixTree:
         for block in (0, 1):
             with pytest.raises(ValueError, match="followed by others"):
                 tree.evict(block)
-        for block in (2, 1, 0):
+        tree.publish([9], 3, 1)  # now 0 and 1 end an edge that has children
+        with pytest.raises(ValueError, match="followed by others"):
+            tree.evict(1)
+        for block in (2, 3, 1, 0):
             tree.evict(block)
         assert not tree._root.children and tree.contents() == {}
+
+    def test_an_edge_that_is_left_midway_leads_to_no_child(self) -> None:
+        """1 2 with the child 3: what begins 1 3 is known up to 1."""
+        tree = RadixTree(block_size=1)
+        for block, token, after in ((0, 1, None), (1, 2, 0), (2, 3, 1), (3, 4, 1)):
+            tree.publish([token], block, after)
+        assert tree.match([1, 2, 3], 3) == [0, 1, 2]
+        assert tree.match([1, 3], 2) == [0] and tree.match([1, 9, 3], 3) == [0]
 
 
 class TestInvariantCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ def packed(generator: np.random.Generator, rows: int, kind: Type) -> NDArray[Any
         return generator.integers(0, 0x40, (rows, HIDDEN // block * block_bytes), dtype=np.uint8)
 
 
-def write_gguf(path: Path, kind: Type = Type.F32, arch: str = "llama", **extra: Any) -> dict[str, NDArray[Any]]:
-    """Write a one-layer model; returns its FP32 weights by Hugging Face name. ``extra``: more metadata."""
+def write_gguf(
+    path: Path, kind: Type = Type.F32, arch: str = "llama", others: Mapping[str, Type] | None = None, **extra: Any
+) -> dict[str, NDArray[Any]]:
+    """Write a one-layer model; returns its FP32 weights by Hugging Face name. ``extra``: more metadata.
+
+    others: by its name in the file (`attn_q`), the type of a linear that is not of ``kind``.
+    """
     generator = np.random.default_rng(5)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {
@@ -64,7 +70,8 @@ def write_gguf(path: Path, kind: Type = Type.F32, arch: str = "llama", **extra: 
     add("token_embd.weight", "model.embed_tokens.weight", packed(generator, VOCAB, kind), kind)
     for short, (hf, rows) in LINEARS.items():
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short)
-        add(f"blk.0.{short}.weight", f"model.layers.0.{hf}.weight", packed(generator, rows, kind), kind, heads)
+        own = (others or {}).get(short, kind)
+        add(f"blk.0.{short}.weight", f"model.layers.0.{hf}.weight", packed(generator, rows, own), own, heads)
         if arch == "qwen2" and short in ("attn_q", "attn_k", "attn_v"):
             bias = generator.standard_normal(rows, dtype=np.float32)
             add(f"blk.0.{short}.bias", f"model.layers.0.{hf}.bias", bias, Type.F32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.arm import option
 from impls.models.errors import ModelError
 from impls.models.source import open_model
 from impls.models.tensors import tensor_shapes
@@ -60,6 +61,12 @@ def test_the_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path) -
     save_file(tensors, tmp_path / "c" / "model.safetensors")
     first, same, other = (open_model({"path": tmp_path / folder}).fingerprint for folder in ("a", "b", "c"))
     assert first == same != other
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_files_of_weights(tmp_path: Path) -> None:
+    write(tmp_path, torch.float16)
+    assert open_model({"path": tmp_path}).checkpoint_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert open_model(option("model", "tiny")).checkpoint_bytes is None  # its weights are made
 
 
 def test_a_sliding_window_limits_the_context_instead_of_being_ignored(tmp_path: Path) -> None:

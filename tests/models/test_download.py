@@ -131,7 +131,7 @@ def test_two_processes_download_once(index: Index, package: dict[str, Any], tmp_
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    printed = {process.communicate(timeout=60)[0].strip() for process in started}
+    printed = {process.communicate(timeout=240)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0]
     assert len(printed) == 1 and index.fetched == 1
     assert [path.read_bytes() for path in left_behind(tmp_path)] == [CONTENT]

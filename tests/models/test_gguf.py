@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from gguf_files import HEAD_DIM, byte_level_vocabulary, write_gguf
 
+from harness.arm import resolve_study, validate_arm
+from harness.compose import compose_arm
+from harness.drive import VirtualClock
+from impls.build import build_engine
 from impls.models import gguf_model
 from impls.models.errors import ModelError
+from impls.models.gguf_header import GGUFHeader, read_header
 from impls.models.source import open_model
 
 K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
@@ -54,6 +60,13 @@ def test_the_shape_is_the_metadata(tmp_path: Path) -> None:
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.max_position) == (4, 2, 64, 128)
     assert (shape.rope_theta, shape.rms_norm_eps, shape.tie_embeddings) == (5000.0, 1e-5, True)
     assert shape.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_its_size_on_disk_is_the_files_and_not_that_of_what_it_is_dequantised_to(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    source = open_model({"path": tmp_path / "m.gguf"})
+    source.weights()
+    assert source.checkpoint_bytes == (tmp_path / "m.gguf").stat().st_size
 
 
 def test_a_file_is_dequantised_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +160,55 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         open_model({"path": path})
 
 
+@pytest.mark.parametrize("kind", [Type.Q8_K, Type.F64], ids=lambda kind: kind.name)
+def test_a_type_that_is_not_read_is_named_with_those_that_are(kind: Type, tmp_path: Path) -> None:
+    header = read_header_with(tmp_path / "m.gguf", "blk.0.ffn_up.weight", kind)
+    said = rf"m.gguf: tensor blk.0.ffn_up.weight is stored as {kind.name}: not read .*Q4_1"
+    with pytest.raises(ModelError, match=said):
+        gguf_model.gguf_shape(header)
+
+
+def read_header_with(path: Path, tensor: str, kind: Type) -> GGUFHeader:
+    """The header of a file whose tensor is said to be of that type."""
+    write_gguf(path)
+    header = read_header(path)
+    header.tensors[tensor] = replace(header.tensors[tensor], quantization=kind)
+    return header
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "reasons"),
+    [
+        (Type.Q4_1, {}, []),
+        (Type.Q4_1, {"attn_output": Type.Q8_0}, []),
+        (Type.Q5_0, {}, ["model.embed_tokens.weight is stored as Q5_0, not as Q4_1 or Q8_0 blocks"]),
+        (
+            *(Type.Q4_1, {"ffn_down": Type.Q6_K, "attn_v": Type.F16}),
+            [
+                "model.layers.0.self_attn.v_proj.weight is stored as F16, not as Q4_1 or Q8_0 blocks",
+                "model.layers.0.mlp.down_proj.weight is stored as Q6_K, not as Q4_1 or Q8_0 blocks",
+            ],
+        ),
+        (
+            *(Type.Q4_1, {"attn_v": Type.Q8_0}),
+            [
+                "model.layers.0.self_attn.v_proj.weight is stored as Q8_0, but model.layers.0.self_attn.q_proj.weight "
+                "as Q4_1: they are one layer, of one type"
+            ],
+        ),
+    ],
+)
+def test_an_arm_of_blocks_that_are_not_multiplied_does_not_run(
+    kind: Type, others: dict[str, Type], reasons: list[str], tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", kind, others=others)
+    arm = compose_arm([f"model.path={tmp_path / 'm.gguf'}", "model.max_model_len=128", "precision=gguf", "device=cpu"])
+    resolved = resolve_study({"a": arm})["a"]
+    assert validate_arm(resolved) == [f"precision=gguf: {reason}" for reason in reasons]
+    if not reasons:
+        build_engine(resolved, open_model(resolved["model"]), VirtualClock())
+
+
 def test_llama3_frequency_factors_come_from_their_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 
@@ -162,3 +224,19 @@ def test_llama3_frequency_factors_come_from_their_tensor(tmp_path: Path, monkeyp
     scaling = open_model({"path": tmp_path / "m.gguf"}).shape.rope_scaling
     assert scaling is not None and scaling["factors"] == factors.tolist()
     assert_reads(tmp_path / "m.gguf", expected)
+
+
+def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("impls.models.source.read_header", lambda path: (read.append(path), read_header(path))[1])
+    path = tmp_path / "m.gguf"
+    write_gguf(path, Type.Q8_0, **byte_level_vocabulary())
+    for _ in range(2):
+        open_model({"path": path})
+    assert len(read) == 2  # so young a file may change again without a trace in its times
+    monkeypatch.setattr("impls.models.source.SETTLED_S", -1.0)
+    first, again = open_model({"path": path}), open_model({"path": path, "max_model_len": 7})
+    assert len(read) == 3 and again.tokenizer is first.tokenizer
+    assert (first.max_model_len, again.max_model_len) == (first.shape.max_position, 7)
+    write_gguf(path)  # without a tokenizer
+    assert open_model({"path": path}).tokenizer is None and len(read) == 4

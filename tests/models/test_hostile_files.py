@@ -141,7 +141,7 @@ def test_a_type_that_is_no_weight(tmp_path: Path) -> None:
     write_gguf(path, Type.F32)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8
-    for kind, said in ((24, "I8 cannot be dequantised"), (200, "unknown type 200")):
+    for kind, said in ((24, "is stored as I8: not read (F32, F16, "), (200, "unknown type 200")):
         data[at : at + 4] = struct.pack("<I", kind)
         path.write_bytes(data)
         with refused(said):

@@ -32,12 +32,13 @@ def pack_words(fields: list[list[int]], bits: int) -> torch.Tensor:
 
 
 def gptq_parts(q: Any, z: Any, bits: int, less: int) -> dict[str, torch.Tensor]:
-    """AutoGPTQ: words run down the inputs; zeros along the outputs, less one in the first format."""
+    """AutoGPTQ: words run down the inputs; zeros along the outputs. The first format keeps them less one: GPTQModel
+    takes it from a whole word, so that a zero of 0 borrows from its neighbour."""
     (k, n), each, groups = q.shape, 32 // bits, len(z)
     qweight = [pack_words([q[i : i + each, c].tolist() for i in range(0, k, each)], bits) for c in range(n)]
-    kept = z - less
-    qzeros = [pack_words([kept[g, c : c + each].tolist() for c in range(0, n, each)], bits) for g in range(groups)]
-    return {"qweight": torch.stack(qweight, 1), "qzeros": torch.stack(qzeros)}
+    qzeros = [pack_words([z[g, c : c + each].tolist() for c in range(0, n, each)], bits) for g in range(groups)]
+    ones = int(pack_words([[less] * each], bits))
+    return {"qweight": torch.stack(qweight, 1), "qzeros": torch.stack(qzeros) - ones}
 
 
 def awq_parts(q: Any, z: Any) -> dict[str, torch.Tensor]:
@@ -50,8 +51,15 @@ def awq_parts(q: Any, z: Any) -> dict[str, torch.Tensor]:
     return {"qweight": rows(q), "qzeros": rows(z)}
 
 
-def checkpoint(folder: Path, quantization: dict[str, Any], group: int = 32, act_order: bool = False) -> dict[str, Any]:
-    """Writes one and returns the weights that it stands for."""
+def checkpoint(
+    folder: Path,
+    quantization: dict[str, Any],
+    group: int = 32,
+    act_order: bool = False,
+    least_zero: int = 1,
+    bias: float | None = None,
+) -> dict[str, Any]:
+    """Writes one and returns the weights that it stands for. bias: in every linear layer."""
     draw = np.random.default_rng(0)
     kind, bits = quantization["quant_method"], quantization["bits"]
     less = int(kind == "gptq" and quantization.get("checkpoint_format", "gptq") == "gptq")
@@ -63,12 +71,15 @@ def checkpoint(folder: Path, quantization: dict[str, Any], group: int = 32, act_
     expected = {name: tensor.float() for name, tensor in tensors.items()}
     for name, (n, k) in LINEARS.items():
         q = draw.integers(0, 1 << bits, (k, n))
-        z = draw.integers(1, 1 << bits, (k // group, n))
-        scales = torch.from_numpy(draw.uniform(0.01, 0.1, (k // group, n))).half()
+        groups = -(-k // group)
+        z = draw.integers(least_zero, 1 << bits, (groups, n))
+        scales = torch.from_numpy(draw.uniform(0.01, 0.1, (groups, n))).half()
         owner = draw.permutation(np.arange(k) // group) if act_order else np.arange(k) // group
         parts = awq_parts(q, z) if kind == "awq" else gptq_parts(q, z, bits, less)
         if act_order:
             parts["g_idx"] = torch.from_numpy(owner).int()
+        if bias is not None:
+            parts["bias"] = torch.full((n,), bias).half()
         for part, tensor in {**parts, "scales": scales}.items():
             tensors[f"model.layers.0.{name}.{part}"] = tensor.contiguous()
         weight = scales.float().numpy()[owner] * (q - z[owner])
@@ -100,6 +111,33 @@ def test_a_published_layout_is_read_as_what_it_stands_for(
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
     assert torch.isfinite(stepwise_logits(load(source), [1, 2, 3], 3)).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_zero_of_0_in_the_first_format_has_borrowed_from_its_neighbour(tmp_path: Path, bits: int) -> None:
+    """As asymmetric checkpoints have it: one tenth of GPTQModel's zeros, as its authors say."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "sym": False}
+    expected = checkpoint(tmp_path, config, group=16, least_zero=0)
+    weights = open_model({"path": tmp_path}).weights()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_last_group_may_be_short(tmp_path: Path) -> None:
+    """64 and 128 inputs in groups of 48, which no g_idx names."""
+    expected = checkpoint(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 48}, group=48)
+    weights = open_model({"path": tmp_path}).weights()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    expected = checkpoint(tmp_path, config, bias=0.0)
+    assert sorted(open_model({"path": tmp_path}).weights()) == sorted(expected)
+    checkpoint(tmp_path, config, bias=0.5)
+    with pytest.raises(ModelError, match=r"_proj\.bias belongs to no model"):
+        open_model({"path": tmp_path}).weights()
 
 
 def test_what_is_not_read_is_said(tmp_path: Path) -> None:

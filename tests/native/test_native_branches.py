@@ -82,6 +82,7 @@ def outputs() -> list[torch.Tensor]:
         torch.tensor([9, 40], dtype=torch.int32),
         torch.tensor([[1, 0, 0, 0, 0], [5, 3, 2, 6, 4]], dtype=torch.int32),
     )
+    paged = native.PagedAttention(*tables, 0.2)
     x, wide, q = draw(7, 33), draw(5, 74), draw(4, 2, 52)
     found = [
         native.rms_norm(x, x[0], 1e-5),
@@ -92,7 +93,7 @@ def outputs() -> list[torch.Tensor]:
     ]
     for dtype in (torch.float32, torch.bfloat16):
         cache = draw(7, 8, 1, 52).to(dtype)
-        found.append(native.paged_attention(q, cache, cache.flip(0), *tables, 0.2))
+        found.append(paged(q, cache, cache.flip(0)))
     for dtype in (torch.int8, torch.float8_e4m3fn):
         k, v = (torch.zeros(56, 1, 52, dtype=torch.uint8).view(dtype) for _ in range(2))
         k_scale, v_scale = (torch.zeros(56, 1, dtype=torch.bfloat16) for _ in range(2))
@@ -102,7 +103,7 @@ def outputs() -> list[torch.Tensor]:
         found += [each.view(torch.uint8).int() for each in (k, v)] + [k_scale, v_scale]
         caches = (k.view(7, 8, 1, 52), v.view(7, 8, 1, 52))
         scales = (k_scale.view(7, 8, 1), v_scale.view(7, 8, 1))
-        found.append(native.paged_attention(q, *caches, *tables, 0.2, *scales))
+        found.append(paged(q, *caches, *scales))
     return found
 
 

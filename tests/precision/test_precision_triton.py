@@ -10,7 +10,6 @@ import case_scripts
 import pytest
 import torch
 
-from impls.precision import grouped_gemm
 from impls.precision.grouped_gemm import best_kernel, own_kernel, why_not
 from impls.precision.int8 import Int8
 from impls.precision.w4a8 import W4A8
@@ -22,12 +21,6 @@ CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here")
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return case_scripts.outcomes(SCRIPT)
-
-
-@needs_triton
 @pytest.mark.parametrize("name", case_scripts.case_names(SCRIPT))
 def test_kernel(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]
@@ -108,7 +101,7 @@ def test_a_gpu_gets_the_triton_kernel_from_8_0_on(a_gpu_of) -> None:  # type: ig
 
 def test_without_triton_a_gpu_makes_the_weights_dense(a_gpu_of, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     a_gpu_of(9, 0)
-    monkeypatch.setattr(grouped_gemm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert best_kernel(CUDA, 4, False) == "dequantized"
     assert "needs the package triton" in Int3.validate(arm(group_size=64, kernel="triton_grouped"))[0]
 

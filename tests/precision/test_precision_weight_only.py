@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -187,10 +189,13 @@ def test_what_is_not_stored_so_is_refused() -> None:
             Gguf(CPU).pack(w)
 
 
-def test_gguf_needs_a_gguf_file() -> None:
-    assert Gguf.validate(arm(model={"name": "m", "path": "/x/model.gguf"})) == []
-    assert Gguf.validate(arm(model={"name": "m", "package": {"member": "a/b.gguf"}})) == []
+def test_gguf_needs_a_gguf_file_whose_head_it_multiplies_too() -> None:
     assert "model=m is no GGUF file" in Gguf.validate(arm(model={"name": "m", "path": "/x"}))[0]
+    tied, own = "model.embed_tokens.weight", "lm_head.weight"
+    types = {tied: "Q6_K", "model.layers.0.mlp.down_proj.weight": "Q4_1", "model.norm.weight": "F32"}
+    for stored, why in ((types, [tied]), (types | {own: "Q8_0"}, []), (types | {own: "F16"}, [own])):
+        reasons = Gguf.validate(replace(arm(), stored_types=stored))
+        assert [reason.partition(" ")[0] for reason in reasons] == why
     assert Gguf(CPU).permutation_seed is None
 
 

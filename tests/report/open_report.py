@@ -10,6 +10,8 @@ ALL_DRAWN = "document.querySelectorAll('.chart').length === document.querySelect
 TALL_PX = 9000  # higher than any page here: everything is near, so everything is drawn
 COMPARED = """[...document.querySelectorAll("table.verdict tbody tr")].map(r => r.cells[2])
   .map(c => c && ({...c.dataset, text: c.textContent}))"""
+VISIBLE = """[...document.querySelectorAll('table.verdict tbody tr')].filter(r => r.offsetHeight > 0)
+  .map(r => r.querySelector('.name').textContent)"""
 PAPERS = "[...document.querySelectorAll('.chart > .plot-container .main-svg:first-child')].map(s => s.style.background)"
 CURVES = "document.querySelectorAll('#chart-ttft .scatterlayer .trace').length"
 

@@ -102,8 +102,9 @@ def test_failures_missing_and_endless_values_and_gpus_are_drawn(page: Page, tmp_
     axes = (
         "Object.keys(document.querySelector('#chart-telemetry')._fullLayout).filter(k => k.startsWith('yaxis')).length"
     )
-    # Three of process and host; utilisation, PCIe both ways, power and clocks; what a GPU refused has none.
-    assert page.evaluate(axes) == 8
+    # Three of the steps, three of process and host; utilisation, PCIe both ways, power and clocks; what a GPU refused
+    # has none.
+    assert page.evaluate(axes) == 11
     assert [page.evaluate(COMPARED)[i] is None for i in range(6)] == [False, True, True, True, False, False]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from browser import Page
-from open_report import ALL_DRAWN, COMPARED, CURVES, TALL_PX, choose, toggle
-from simulated_run import LADDER, write_run
+from open_report import ALL_DRAWN, COMPARED, CURVES, TALL_PX, VISIBLE, choose, toggle
+from simulated_run import LADDER, write_measured, write_plan, write_run
 
 from harness.records import read_json, read_run, write_json
 from harness.report import build
@@ -26,8 +26,6 @@ METRIC_ROWS = """[...document.querySelectorAll("#metrics tbody tr")].map(r => [.
 PANELS = "document.querySelector('#chart-kv')._fullLayout.annotations.length"
 ARROWS = "document.querySelector('#chart-tradeoff')._fullLayout.annotations.length"
 ROWS = "document.querySelector('#chart-steptime')._fullLayout.yaxis.ticktext"
-VISIBLE = """[...document.querySelectorAll('table.verdict tbody tr')].filter(r => r.offsetHeight > 0)
-  .map(r => r.querySelector('.name').textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,24 @@ def adaptive(ladder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def one_is_silent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An arm without output leaves no pair of output rates, with whichever baseline."""
+    run_dir, plans = tmp_path_factory.mktemp("silent"), (LADDER[1], LADDER[2], replace(LADDER[3], name="silent"))
+    write_plan(run_dir, plans, 2, 4)
+    for trial in range(2):
+        for plan in plans:
+            more = {"output_tokens_per_s": 0.0} if plan.name == "silent" else {}
+            write_measured(run_dir, "ladder", plan, trial, 4, more)
+    summarize(run_dir)
+    build(run_dir)
+    return run_dir
+
+
 NINE = pytest.param("nine_trials", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("run", ["ladder", NINE])
+@pytest.mark.parametrize("run", ["ladder", "one_is_silent", NINE])
 def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
     page: Page, run: str, request: pytest.FixtureRequest
 ) -> None:
@@ -89,6 +101,20 @@ def test_any_baseline_gives_the_ratios_of_a_summary_with_that_baseline(
     choose(page, 0)
     assert (page.evaluate(COMPARED), page.evaluate(METRIC_ROWS)) == before
     assert page.console == []
+
+
+def test_without_a_pair_nothing_is_said_to_be_alike(page: Page, one_is_silent: Path) -> None:
+    page.open(one_is_silent / "report.html", height=900)
+    for baseline, without in ((1, (2,)), (2, (0, 1))):
+        choose(page, baseline)
+        cells, told = page.evaluate(COMPARED), page.evaluate(METRIC_ROWS)
+        names = list(read_run(one_is_silent).plan["arms"])
+        for arm in without:
+            assert (cells[arm]["n"], cells[arm]["verdict"]) == ("0", MISSING) and "difference" not in cells[arm]["text"]
+            rates = [row[3:] for row in told if row[:3:2] == [names[arm], "output_tokens_per_s"]]
+            assert rates == [[None, MISSING, "0", MISSING]]
+    others = [row for row in told if row[0] == names[0] and row[2] == "peak_memory_bytes"]
+    assert others[0][-2:] == ["2", "\u2248 no difference shown"]  # of what there are pairs
 
 
 DRAWN_RATIOS = """(({x, error_x: {array, arrayminus}}) => x.map((m, i) =>
@@ -206,8 +232,8 @@ def test_the_address_keeps_baseline_arms_and_theme(page: Page, ladder: Path) -> 
     assert hash_.startswith("#baseline=paged&arm=continuous&arm=paged&") and hash_.endswith("&theme=dark")
     shown = "[document.querySelector('#compare select').value, document.documentElement.dataset.theme]"
     before = page.evaluate(COMPARED)
-    page.evaluate("location.reload()")
-    page.wait_for(f"document.querySelector('#compare select') && {shown}[1] === 'dark'")
+    page.evaluate("window.isOld = true, location.reload()")  # the old page answers until the new one is there
+    page.wait_for(f"!window.isOld && document.querySelector('#compare select') && {shown}[1] === 'dark'")
     assert page.evaluate(shown) == [str(names.index("paged")), "dark"]
     assert page.evaluate(COMPARED) == before and "static" not in page.evaluate(VISIBLE)
     page.evaluate("location.hash = '#baseline=nobody&arm=nobody&arm=int8'")  # what is unknown is passed over

@@ -1,4 +1,4 @@
-"""What the arm filter does to figures that several arms make together: the frontier, and joint gains."""
+"""What the arm filter does to what several arms share: the frontier, joint gains, a row of those that did not run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from browser import Page
-from open_report import toggle
-from simulated_run import ArmPlan, write_run
+from open_report import COMPARED, VISIBLE, choose, toggle
+from simulated_run import LADDER, ArmPlan, run_record, write_measured, write_plan, write_run
 
+from harness.records import read_run, write_trial
 from harness.report import build
 from harness.report.data import Arm, load
+from harness.summary import summary_of
 
 FRONTIER = """(({x, y}) => x.map((value, i) => [value, y[i]]))(
   document.querySelector('#chart-tradeoff').data.find((trace) => trace.name === 'frontier'))"""
@@ -74,3 +76,29 @@ def test_joint_gains_of_arms_that_are_hidden_leave_the_chart_and_its_table(page:
     toggle(page, 5)
     page.wait_for("document.querySelector('#interaction').hidden")
     assert page.console == []
+
+
+def test_arms_that_share_a_row_because_they_did_not_run_are_no_others(page: Page, tmp_path: Path) -> None:
+    """The second row stands for two arms: the arm behind them is the fourth."""
+    plans = (LADDER[1], ArmPlan("graph_0"), ArmPlan("graph_1"), LADDER[2])
+    write_plan(tmp_path, plans, 2, 4)
+    for plan in (plans[0], plans[3]):
+        for trial in range(2):
+            write_measured(tmp_path, "ladder", plan, trial, 4)
+    for plan in plans[1:3]:
+        record = run_record("ladder", plan, 0, 4, status="not_run", reasons=["needs a CUDA device"])
+        write_trial(tmp_path / plan.name / "0", record)
+    build(tmp_path)
+    page.open(tmp_path / "report.html", height=900)
+    assert page.evaluate(VISIBLE) == ["continuous", "2 arms", "paged"]
+    choose(page, 3)
+    first, none, last = page.evaluate(COMPARED)
+    wanted = summary_of(read_run(tmp_path))["arms"]["paged"]["ratios"]["output_tokens_per_s"]["median"]
+    assert float(first["median"]) == pytest.approx(1 / wanted, rel=1e-12) and "vs paged" in first["text"]
+    assert none is None and last["text"].strip() == "baseline"
+    toggle(page, 1)
+    assert page.evaluate(VISIBLE) == ["continuous", "2 arms", "paged"]
+    toggle(page, 2)
+    assert page.evaluate(VISIBLE) == ["continuous", "paged"]
+    toggle(page, 3)
+    assert page.evaluate(VISIBLE) == ["continuous"] and page.console == []

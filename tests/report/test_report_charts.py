@@ -22,12 +22,13 @@ from harness.records import (
     read_trial,
     write_trial,
 )
+from harness.report.charts import speculation
 from harness.report.charts.kv_memory import PARTS, kv_parts
 from harness.report.charts.slots import DEAD, DECODE, PREFILL, Bar, chart, dead_seconds, occupancy
 from harness.report.charts.verdict import forest
 from harness.report.data import load
 from harness.report.figures import latencies
-from harness.report.parts import Chart, Table, byte_size, floats, label, number, percent
+from harness.report.parts import MISSING, Chart, Table, byte_size, floats, label, number, percent
 from harness.report.sampling import TAIL, extremes, ranks
 
 
@@ -97,6 +98,32 @@ def test_kv_parts_fill_the_budget_in_every_step(ladder: Path) -> None:
         parts = kv_parts(trial.steps)
         assert list(parts) == list(PARTS)
         assert (np.sum(list(parts.values()), axis=0) == trial.steps["kv_capacity_tokens"].to_numpy(float)).all()
+
+
+def test_what_no_draft_gave_is_drawn_beside_what_was_drafted_and_accepted(ladder: Path) -> None:
+    report = load(ladder)
+    drawn = speculation.chart(report)
+    (arm,) = (arm for arm in report.arms if arm.name == "speculative")
+    assert arm.shown is not None
+    steps = arm.shown.steps
+    lines = {trace["name"]: trace for trace in drawn.traces}
+    assert list(lines) == ["drafted", "accepted", "the target's own"]
+    own = (steps["emitted_tokens"] - steps["accepted_tokens"]).set_axis(steps["start_s"].round(4))
+    line = lines["the target's own"]
+    assert len(set(line["y"])) > 2 and line["y"] == own[line["x"]].tolist()
+    assert "dashed: the target's own" in drawn.note
+    assert len(drawn.table.rows) == 1 and drawn.table.columns[3] == "the target's own"
+    assert drawn.table.rows[0][3].value == sum(t.own_tokens or 0 for t in arm.figures.trials)
+
+
+def test_a_record_that_does_not_tell_what_its_steps_emitted(tmp_path: Path) -> None:
+    write_run(tmp_path, LADDER[3:4], trials=1, num_requests=8)
+    path = tmp_path / "speculative" / "0" / "steps.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["emitted_tokens"]), path)
+    drawn = speculation.chart(load(tmp_path))
+    assert [trace["name"] for trace in drawn.traces] == ["drafted", "accepted"]
+    assert "dashed" not in drawn.note and "not in these records" in drawn.note
+    assert drawn.table.rows[0][3].text == MISSING != drawn.table.rows[0][2].text
 
 
 def test_the_distributions_are_those_of_the_percentiles(ladder: Path) -> None:

@@ -14,7 +14,7 @@ import harness.report
 CSS = (Path(harness.report.__file__).parent / "assets" / "report.css").read_text("utf-8")
 TEXT = ("ink", "soft", "muted", "better", "worse", "warn")
 FAINT = {"prefill", "ahead"}  # areas beside stronger ones, from which they are told below
-GROUNDS = {"paper", "free", "deadback"}  # what marks lie on, or the ground of a hatching
+GROUNDS = {"paper", "free", "grid", "deadback"}  # what marks lie on, what is left of a bar, the ground of a hatching
 MARKS = ("used", "dead", *(f"arm{i}" for i in range(7)), *(f"phase{i}" for i in range(6)))
 
 

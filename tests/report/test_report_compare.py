@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from page_reader import Page
-from simulated_run import HARDWARE, LADDER, ArmPlan, config_of, write_measured, write_plan, write_run
+from simulated_run import HARDWARE, LADDER, ArmPlan, config_of, run_record, write_measured, write_plan, write_run
 
 from harness.records import RecordError, read_run, write_json
 from harness.report.charts import decode_step, kv_memory, latency, speedup, tradeoff
@@ -177,6 +177,18 @@ def test_only_trials_under_the_same_conditions_are_paired(report: Report) -> Non
     for trial, i in enumerate(conditions["static"]):
         assert comparable[i][i] == "1"
         assert trial or comparable[i][conditions["fp8"][0]] == "0"  # its speed is emulated
+
+
+def test_trials_of_a_trace_that_was_another_by_then_are_not_paired(tmp_path: Path) -> None:
+    """Same path, same options: the page goes by what was in the file, as the summary does."""
+    write_plan(tmp_path, (ONE, TWO), 1, 4, study="small")
+    for plan, digest in ((ONE, "1"), (TWO, "2")):
+        provenance = run_record("small", plan, 0, 4)["provenance"] | {"workload": {"file_sha256": digest}}
+        write_measured(tmp_path, "small", plan, 0, 4, provenance=provenance)
+    report = load(tmp_path)
+    (one,), (two,) = (arm["conditions"] for arm in json.loads(browser_data(report))["arms"])
+    assert json.loads(browser_data(report))["comparable"][one][two] == "0"
+    assert report.summary["arms"]["two"]["ratios"]["output_tokens_per_s"]["verdict"] == "not comparable"
 
 
 def test_an_adaptive_study_keeps_its_stricter_level(report: Report) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from simulated_run import ArmPlan, write_measured, write_plan, write_run
 
 from harness.report import build
-from harness.report.charts.provenance import conditions
+from harness.report.charts.conditions import conditions
 from harness.report.data import load
 
 

@@ -13,7 +13,7 @@ import pytest
 from simulated_run import LADDER, run_record
 
 import harness.records as records
-from harness.metrics import emission_gaps, request_latencies
+from harness.latencies import emission_gaps, request_latencies
 from harness.records import REQUEST_SCHEMA, frame, read_run, read_trial, write_trial
 from harness.report.__main__ import main
 from harness.report.data import load
@@ -30,6 +30,7 @@ def test_sums_are_those_of_the_frames(ladder: Path) -> None:
         assert (found.trial, found.num_steps) == (trial.run["trial"], len(steps)) and trial.num_steps == len(steps)
         for name in ("draft_tokens", "accepted_tokens"):
             assert getattr(found, name) == steps[name].sum(), name
+        assert found.own_tokens == trial.requests["output_tokens"].sum() - found.accepted_tokens > 0
         for phase, seconds in found.phases_s.items():
             assert seconds == pytest.approx(math.fsum(steps[f"{phase}_s"]), abs=1e-12), phase
         assert found.steps_s == pytest.approx(math.fsum(steps["end_s"] - steps["start_s"]))
@@ -42,9 +43,9 @@ def test_sums_are_those_of_the_frames(ladder: Path) -> None:
 def test_what_no_step_recorded_is_not_zero(ladder: Path, tmp_path: Path) -> None:
     shutil.copytree(ladder / "speculative" / "0", tmp_path / "0")
     path = tmp_path / "0" / "steps.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["attention_s"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["attention_s", "emitted_tokens"]), path)
     found = step_figures(read_trial(tmp_path / "0"))
-    assert found.decode is None and not found.attention_known
+    assert found.decode is None and not found.attention_known and found.own_tokens is None
     assert found.num_decode_steps > 0 and found.draft_tokens > 0 and found.decode_rate is not None
 
 

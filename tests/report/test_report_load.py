@@ -130,6 +130,14 @@ def test_an_endless_percentile_is_a_gap(tmp_path: Path) -> None:
     assert drawn["y"] == [None, None]
 
 
+def test_a_limit_of_0_has_no_place_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    report = load(write_sweep(tmp_path, (ArmPlan("paged"),), (1.0, 2.0), 1))
+    for arm in report.arms:
+        arm.trials[0].run["config"]["slo"] = {"name": "interactive", "ttft_s": 0.0, "tpot_s": 0.2}
+    named = [str(trace["name"]) for trace in chart(report).traces]
+    assert [name for name in named if name.startswith("SLO")] == ["SLO on TPOT: 200 ms"]
+
+
 def test_the_study_offers_the_same_time_of_traffic_from_below_to_beyond_saturation() -> None:
     composed = compose_study(["study=load"])
     rates = []

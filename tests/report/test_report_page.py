@@ -92,6 +92,16 @@ def test_what_a_reader_sees_of_the_headline_is_the_summary_rounded(ladder: Path)
     assert f"n {ratio['n']}" in said and ratio["verdict"] in said and "vs continuous" in said
 
 
+def test_a_percentile_comes_with_the_number_of_its_values(ladder: Path) -> None:
+    report = load(ladder)
+    told = {(row[0].text, row[1].text.split(" ")[0]): row[-1] for row in metrics_table(report).rows}
+    paged = next(arm for arm in report.arms if arm.name == "paged")
+    counts = {name: cell.value for (arm, name), cell in told.items() if arm == "paged"}
+    assert counts["ttft_s.p99"] == counts["e2e_s.p50"] == paged.metrics["ttft_s.n"] != counts["itl_s.p99"]
+    assert counts["itl_s.p99"] == paged.metrics["itl_s.n"] and counts["output_tokens_per_s"] is None
+    assert {name for name, count in counts.items() if count} == {name for name in counts if ".p" in name}
+
+
 def test_where_no_pair_is_left_there_is_no_verdict(tmp_path: Path) -> None:
     plans = (ArmPlan("one"), ArmPlan("silent"))
     write_plan(tmp_path, plans, 2, 4)
@@ -171,7 +181,8 @@ def test_few_arms_render(num_arms: int, tmp_path: Path) -> None:
 def test_a_plan_without_trials_renders(tmp_path: Path) -> None:
     write_plan(tmp_path, LADDER, 3, 5)
     page = Page(build(tmp_path))
-    assert page.specs == {} and page.text.count("no trial recorded") >= len(LADDER)
+    assert page.specs == {} and page.text.count("no trial recorded") == 1
+    assert f"{len(LADDER)} arms" in page.text and ", ".join(plan.name for plan in LADDER) in page.text
 
 
 def test_many_arms_stay_small(tmp_path: Path) -> None:
@@ -199,9 +210,10 @@ def test_failures_and_arms_that_did_not_run_say_why(tmp_path: Path) -> None:
     text = Page(build(tmp_path)).text
     start = text.index("Before believing")
     notices = text[start : text.index("Occupancy", start)]
-    for reason in ("needs 810 GB, has 141 GB", "out of memory", "ended by signal 9 (trial 1)", "stopped by the user"):
+    for reason in ("out of memory", "ended by signal 9 (trial 1)", "stopped by the user"):
         assert reason in notices, reason
-    assert "needs 810 GB" in text[:start] and "out of memory" in text[:start]  # in the arm's own row too
+    assert "out of memory" in text[:start]  # in the arm's own row too
+    assert "needs 810 GB, has 141 GB" in text[:start] and "needs 810 GB" not in notices  # no figure to doubt
 
 
 def test_endless_and_missing_values_render(tmp_path: Path) -> None:
@@ -234,6 +246,42 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         captured = capsys.readouterr()
         assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.out == ""
     assert main(["--help"]) == 0 and "python -m harness.report <run_dir>" in capsys.readouterr().out
+
+
+def test_values_that_no_run_records_are_drawn_as_missing_or_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, LADDER[:2], trials=1, num_requests=5)
+    path = tmp_path / "continuous" / "0" / "steps.parquet"
+    steps = pd.read_parquet(path)
+    steps.assign(start_s=[None, *steps["start_s"][1:]]).to_parquet(path)
+    assert main([str(tmp_path)]) == 0
+    steps.assign(slot_request_ids=None).to_parquet(path)
+    capsys.readouterr()
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: slot_request_ids is null somewhere") and error.count("\n") == 1
+
+
+def test_a_hand_edited_record_is_one_line_and_a_fault_of_the_report_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, LADDER[:2], trials=1, num_requests=5)
+    path = tmp_path / "continuous" / "0" / "run.json"
+    whole = path.read_text()
+    edited = json.loads(whole)
+    edited["provenance"]["host_after"] = {"load_1m": [1.0]}
+    path.write_text(json.dumps(edited))
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {path}: provenance.host_after.load_1m is list, expected a number\n"
+    edited = json.loads(whole)
+    del edited["window"]["rule"], edited["metrics"]["ttft_s"], edited["config"]["batching"]["max_num_seqs"]
+    path.write_text(json.dumps(edited | {"decode_costs": [{}]}))
+    assert main([str(tmp_path)]) == 0  # what was taken out is missing
+    path.write_text(whole)
+    monkeypatch.setattr("harness.summary.summarize", lambda run_dir, study: len(None))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        main([str(tmp_path)])
 
 
 def test_a_report_is_replaced_whole_or_not_at_all(ladder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

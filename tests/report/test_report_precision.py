@@ -63,7 +63,7 @@ def test_precision_is_compared_where_nothing_else_differs(ladder: Path) -> None:
             assert medians[arm.name]["x"] == [325.0]
     (rate,), bars = medians["int8"]["y"], medians["int8"]["error_y"]
     low, high = rate - bars["arrayminus"][0], rate + bars["array"][0]
-    assert found.table.rows[1][3].text == f"{rate:,.1f} [{low:,.1f}, {high:,.1f}]"
+    assert found.table.rows[1][4].text == f"{rate:,.1f} [{low:,.1f}, {high:,.1f}]"
     assert medians["fp8"]["marker"]["symbol"].endswith("-open") and "fp8" in found.note
     assert not medians["int8"]["marker"]["symbol"].endswith("-open")
     assert "No quality was measured" in found.note and "yaxis2" not in found.layout

@@ -80,6 +80,17 @@ def test_a_hit_rate_comes_with_its_cache_and_its_ceiling(tmp_path: Path) -> None
         assert f'data-value="{value}" data-source="[&#34;chain&#34;, &#34;metrics&#34;, &#34;{name}&#34;]"' in page
 
 
+def test_further_samples_of_a_prompt_copy_its_last_block(tmp_path: Path) -> None:
+    report_of(tmp_path, paged=("off", 0.5, 0.5))
+    run, requests, steps, telemetry = taken(tmp_path / "paged" / "0")
+    requests = requests.assign(prompt_tokens=[40] * 4, planned_cached_tokens=[20, 39, 39, 20])
+    requests["request_id"] = ["a#0", "a#1", "a#12", "b"]
+    run["config"]["kv_cache"] = {"name": "paged", "block_size": 16}
+    write_trial(tmp_path / "paged" / "0", run, requests, steps, telemetry)
+    ceiling = prefix_context(read_trial(tmp_path / "paged" / "0"))["prefix_hit_rate_ceiling"]
+    assert ceiling == (16 + 39 + 39 + 16) / 160
+
+
 def test_traffic_that_repeats_nothing_has_no_ceiling(tmp_path: Path) -> None:
     report = report_of(tmp_path, off=("off", 0.0, 0.0))
     assert "prefix_hit_rate_ceiling" not in report.summary["arms"]["off"]["metrics"]

@@ -85,8 +85,9 @@ def test_points_and_roofs_are_those_of_the_records(limited: Report) -> None:
     count, seconds = sum(map(len, decode)), sum((s["end_s"] - s["start_s"]).sum() for s in decode)
     assert large[1]["y"] == [pytest.approx(count * FLOPS / seconds * 1e-9, abs=1e-5)]
     assert [t[f"error_{axis}"]["array"] for t in large for axis in "xy"] == [[None]] * 8  # two trials have no interval
-    roofs = {t["name"]: t for t in found.traces if t["mode"] == "lines+text"}
-    assert set(roofs) == {"bf16: 100 GFLOP/s, measured", "int8: 200 GFLOP/s, measured"}
+    roofs = {t["name"]: t for t in found.traces if t["mode"] == "lines"}
+    assert set(roofs) == {"100 GFLOP/s, measured: bf16", "200 GFLOP/s, measured: int8"}
+    assert len({line["line"]["dash"] for line in roofs.values()}) == 2  # told apart in the legend
     for peak, line in zip((100, 200), roofs.values(), strict=True):
         assert line["y"] == pytest.approx([min(peak, 20 * x) for x in line["x"]], rel=1e-3)  # 20 GB/s up to the peak
     assert "Speed emulated, so not drawn: fp8" in found.note

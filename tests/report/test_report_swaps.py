@@ -48,3 +48,10 @@ def test_bytes_and_preemptions_over_time(swapped: Path) -> None:
 def test_it_is_in_the_page_where_an_arm_swapped(swapped: Path, ladder: Path) -> None:
     assert "swaps" in Page(build(swapped)).specs
     assert not swaps.swaps(load(ladder)) and "No arm swapped" in swaps.chart(load(ladder)).empty
+
+
+def test_a_record_that_does_not_tell_has_not_swapped(tmp_path: Path) -> None:
+    write_run(tmp_path, [ArmPlan("old")], trials=1, num_requests=4)
+    run, requests, steps, telemetry = taken(tmp_path / "old" / "0")
+    write_trial(tmp_path / "old" / "0", run, requests, steps.assign(swapped_out_bytes=None), telemetry)
+    assert not swaps.swaps(load(tmp_path))

@@ -1,4 +1,4 @@
-"""Telemetry as it is drawn: clocks that were held back and why, PCIe traffic, and what the sampling itself took."""
+"""Telemetry as it is drawn: under the steps; clocks held back and why, PCIe traffic, and what the sampling took."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_run import ArmPlan, write_measured, write_plan
+from simulated_run import ArmPlan, taken, write_measured, write_plan
 
+from harness.records import read_trial, write_trial
 from harness.report.charts import telemetry
 from harness.report.data import load
 from harness.report.parts import MISSING, Chart
@@ -52,7 +53,35 @@ def test_pcie_traffic_is_drawn_for_each_gpu(tmp_path: Path) -> None:
 
 def test_a_machine_without_a_gpu_has_no_such_panel(tmp_path: Path) -> None:
     chart = chart_of(tmp_path, {NONE: 0})
-    assert len(panels(chart)) == 3 and not {HELD_BACK, *PCIE} & set(panels(chart))
+    assert len(panels(chart)) == 3 + len(telemetry.OF_STEPS) and not {HELD_BACK, *PCIE} & set(panels(chart))
+
+
+def test_what_the_machine_did_stands_under_what_the_steps_did_on_one_axis_of_time(tmp_path: Path) -> None:
+    chart = chart_of(tmp_path, {NONE: 0, ONE_GPU: 0})
+    assert list(panels(chart))[:3] == [series.meaning for series in telemetry.OF_STEPS]
+    axes = [axis["range"] for name, axis in chart.layout.items() if name.startswith("xaxis")]
+    steps = read_trial(tmp_path / NONE.name / "0").steps
+    assert len(axes) == 6 and all(each == axes[0] for each in axes) and axes[0][1] >= steps["end_s"].max()
+    for series in telemetry.OF_STEPS:
+        line = next(t for t in chart.traces if t["name"] == NONE.name and t["yaxis"] == panels(chart)[series.meaning])
+        wanted = steps.set_index(steps["start_s"].round(3))[series.name]
+        assert line["y"] == wanted[line["x"]].tolist()
+    assert steps["running"].nunique() > 2
+    sampled = next(t for t in chart.traces if t["yaxis"] == panels(chart)["CPU of the host (100 % is every core)"])
+    assert min(sampled["x"]) >= 0 and max(sampled["x"]) <= axes[0][1]
+
+
+def test_workers_whose_steps_overlap_have_lines_of_their_own(tmp_path: Path) -> None:
+    write_plan(tmp_path, (NONE,), 1, 6)
+    write_measured(tmp_path, "ladder", NONE, 0, 6)
+    folder = tmp_path / NONE.name / "0"
+    run, requests, steps, sampled = taken(folder)
+    steps["worker"] = ["prefill 0" if i % 3 else "decode 0" for i in range(len(steps))]
+    write_trial(folder, run, requests, steps, sampled)
+    chart = telemetry.chart(load(tmp_path))
+    lines = [t for t in chart.traces if t["yaxis"] == panels(chart)["sequences running"]]
+    assert [len(line["y"]) for line in lines] == [-(-len(steps) // 3), len(steps) - -(-len(steps) // 3)]
+    assert {"sequences running", "requests waiting"} < set(rows(chart, "steps decode 0"))
 
 
 def test_what_sampling_took_is_told(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_points_have_the_interval_of_their_trials(tmp_path: Path) -> None:
     assert "95 % interval" in found.note
 
 
+def test_arms_whose_window_holds_no_token_are_drawn(tmp_path: Path) -> None:
+    """All requests came at once by an open loop: its window was over before the first token."""
+    found = chart(report_of(tmp_path, {"one": (10.0, 0.0), "two": (20.0, 0.0)}))
+    assert [trace["y"] for trace in found.traces if "error_y" in trace] == [[0.0], [0.0]]
+    assert found.layout["yaxis"]["range"][1] > 0
+
+
 def test_two_trials_have_no_interval(tmp_path: Path) -> None:
     found = chart(load(write_run(tmp_path, LADDER[:1], trials=2, num_requests=5)))
     bars = [trace["error_y"]["array"] for trace in found.traces if "error_y" in trace]

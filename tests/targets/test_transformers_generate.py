@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -117,6 +118,20 @@ def test_at_batch_end_all_tokens_arrive_when_the_last_row_is_done(added: list[Re
     assert len(first) == len(second) == 1 and max(first) < min(second)
     last = ran.results[showing[0]]
     assert last.stats.start_s < min(first) <= last.stats.end_s
+
+
+def test_an_abort_takes_along_what_is_held_back() -> None:
+    target = build(*STATIC, *FOREIGN, "batching.emit=batch_end")
+    for each in requests([4, 4], [1, 3]):
+        target.add_request(each)
+    while target.step(math.inf).stats is None:
+        pass
+    target.abort("r0")  # it has ended, and nobody has been told
+    seen = set()
+    while target.has_work:
+        seen |= {emission.request_id for emission in target.step(math.inf).emissions}
+    target.close()
+    assert seen == {"r1"}
 
 
 def test_a_batch_waits_for_its_timeout_and_what_cannot_run_is_rejected() -> None:

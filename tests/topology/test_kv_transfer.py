@@ -7,24 +7,29 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from topology_runs import Run, config_of, gone, requests_of, run, shared_memory, target_of
+from torch.distributed.distributed_c10d import PrefixStore
 
 from impls.engine import Engine
 from impls.kv_cache.storage import KVStorage
 from impls.request import Request, SamplingParams, Sequence
 from impls.topology.disaggregated import TRANSFERS
-from impls.topology.distributed import LOOPBACK, DistributedTransfer
+from impls.topology.distributed import DistributedTransfer
+from impls.topology.link import CONSUMER, PRODUCER, Link
 from impls.topology.shared_memory import SharedMemoryTransfer
-from impls.topology.transfer import KVTransfer, TransferError
+from impls.topology.transfer import LOOPBACK, KVTransfer, TransferError
 
 OVER = ("topology=disaggregated", "topology.transfer=distributed")
 REQUESTS = requests_of(10)
@@ -125,6 +130,57 @@ def test_who_does_not_answer_is_given_up_after_the_time_out_and_asked_no_more(jo
     assert not own.export(range(SHAPE[1])).any()
 
 
+class Lazy:
+    """As NCCL: what joins the ends is made with their first message, and each waits in it until the other comes."""
+
+    eager: Any = dist.ProcessGroupGloo
+    create_device, _Options = eager.create_device, eager._Options
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._made: Any = None
+
+    def _group(self) -> Any:
+        self._made = self._made or self.eager(*self._arguments)
+        return self._made
+
+    def send(self, *message: Any) -> Any:
+        return self._group().send(*message)
+
+    def recv(self, *message: Any) -> Any:
+        return self._group().recv(*message)
+
+
+def test_the_first_transfer_has_no_more_time_than_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("impls.topology.link.MEETING", timedelta(seconds=5))
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Lazy)
+    store = PrefixStore("p-c", dist.HashStore())
+    with ThreadPoolExecutor(2) as threads:
+        limit = timedelta(seconds=0.2)
+        _, consumer = threads.map(lambda rank: Link(store, rank, "cpu", limit, LOOPBACK), (PRODUCER, CONSUMER))
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="Timed out waiting 200ms"):
+        consumer.receive(torch.empty(8))  # and the producer does nothing
+    assert time.monotonic() - began < 2
+
+
+def test_who_never_comes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_away = threading.Event()
+
+    class Endless(Lazy):
+        def _group(self) -> Any:
+            gone_away.wait(10)
+            raise RuntimeError("nobody came")
+
+    monkeypatch.setattr("impls.topology.link.MEETING", timedelta(seconds=0.2))
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Endless)
+    began = time.monotonic()
+    with pytest.raises(TransferError, match=r"no connection was made within 0\.2 s"):
+        Link(PrefixStore("p-c", dist.HashStore()), CONSUMER, "cpu", timedelta(seconds=30), LOOPBACK)
+    assert time.monotonic() - began < 5
+    gone_away.set()
+
+
 @pytest.fixture
 def target(request: pytest.FixtureRequest) -> Iterator[Any]:
     built = target_of(config_of(*request.param))
@@ -182,6 +238,18 @@ def all_begun(so_far: Run) -> bool:
     return len(so_far.tokens) == len(MANY)
 
 
+class Stop:
+    """Between the steps of a run: SIGSTOP of a worker, once it is time."""
+
+    def __init__(self, target: Any, worker: str, is_time: Callable[[Run], bool]) -> None:
+        self.pid, self._is_time, self.done = target.pid_of[worker], is_time, False
+
+    def __call__(self, so_far: Run) -> None:
+        if not self.done and self._is_time(so_far):
+            os.kill(self.pid, signal.SIGSTOP)
+            self.done = True
+
+
 @pytest.mark.parametrize("target", [(*TWO_TO_ONE, "topology.transfer_timeout_s=300")], indirect=True)
 def test_kill_9_of_a_prefill_worker_while_it_is_asked_fails_what_it_had_alone(target: Any) -> None:
     """It stands still first, so that the decode worker is waiting for its answer when it dies."""
@@ -209,29 +277,39 @@ def test_kill_9_of_a_prefill_worker_while_it_is_asked_fails_what_it_had_alone(ta
     assert set(late.ends.values()) == {"length"}
 
 
-@pytest.mark.parametrize("target", [(*TWO_TO_ONE, "topology.transfer_timeout_s=1", "prefix=radix")], indirect=True)
-def test_a_prefill_worker_that_stands_still_fails_what_it_had_alone(target: Any) -> None:
-    pid = target.pid_of["prefill0"]
-    signals: list[int] = []
-
-    def stop(so_far: Run) -> None:
-        if not signals and all_begun(so_far):
-            signals.append(signal.SIGSTOP)
-        elif signals == [signal.SIGSTOP] and so_far.errors:
-            signals.append(signal.SIGCONT)
-        else:
-            return
-        os.kill(pid, signals[-1])
-
+@pytest.mark.parametrize("target", [(*TWO_TO_ONE, "topology.transfer_timeout_s=2", "prefix=radix")], indirect=True)
+def test_a_prefill_worker_that_stands_still_fails_what_it_had_and_is_given_up(target: Any) -> None:
+    stop = Stop(target, "prefill0", all_begun)
     found = run(target, MANY, stop)
-    assert len(signals) == 2 and not target.deaths
-    assert found.errors and all("from worker prefill0: Timed out waiting 1000ms" in e for e in found.errors.values())
+    assert stop.done
+    assert found.errors and all("from worker prefill0: Timed out waiting 2000ms" in e for e in found.errors.values())
     assert found.ends.keys() == {request.request_id for request in MANY} and not found.errors.keys() & OTHERS
-    assert target.call(_held) == [0, 0, 0]
     rows = [name for stats in found.steps if stats.worker == "decode0" for name in stats.scheduled]
     assert all(rows.count(name) == 1 for name in found.errors), "it went on without keys and values"
+    assert gone({"prefill0": stop.pid}) and list(target.deaths) == ["prefill0"]
+    assert target.deaths["prefill0"].startswith("was given up: decode0 gets nothing from it (Timed out")
+    late = run(target, requests_of(6, seed=9))
+    assert set(late.ends.values()) == {"length"} and {s.worker for s in late.steps} == {"prefill1", "decode0"}
+    target._names = ["prefill1", "decode0"]  # who can still be called
+    assert target.call(_held) == [0, 0]
     known = target.call(_known)[-1]
     assert not any(known[name] for name in found.errors), "the decode worker would share what it never got"
+
+
+@pytest.mark.parametrize("target", [(*OVER, "topology.transfer_timeout_s=1")], indirect=True)
+def test_the_only_prefill_worker_stands_still_and_every_request_ends_with_a_reason(target: Any) -> None:
+    """Those too that it has not begun, and nobody has to wait for it to go on."""
+    stop = Stop(target, "prefill0", lambda so_far: len(so_far.tokens) >= 6)
+    found = run(target, MANY, stop)
+    assert stop.done and found.ends.keys() == {request.request_id for request in MANY}
+    given_up = "worker prefill0 was given up: decode0 gets nothing from it (Timed out waiting 1000ms"
+    assert any(why.startswith(given_up) for why in found.errors.values())
+    began = time.monotonic()
+    late = run(target, requests_of(2, seed=9))
+    assert all(why.startswith("no worker is left for it: prefill0 was given up") for why in late.errors.values())
+    assert len(late.errors) == 2 and time.monotonic() - began < 0.5
+    with pytest.raises(RuntimeError, match="worker prefill0 was given up"):
+        target.call(_held)
 
 
 @pytest.mark.slow

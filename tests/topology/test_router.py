@@ -21,9 +21,11 @@ class FakeWorker:
     def __init__(self, name: str, *, hands_over: bool, room: int) -> None:
         self.name, self.hands_over, self.room = name, hands_over, room
         self.inbox: list[Order] = []
+        self.obeyed = 0
         self.waiting: list[Submit | Resume] = []
         self.working: dict[str, list[int]] = {}  # request -> tokens that it still has to make
         self.held: set[str] = set()
+        self.unreachable: set[str] = set()
 
     def step(self) -> Stepped:
         for order in self.inbox:
@@ -34,16 +36,21 @@ class FakeWorker:
             else:
                 assert isinstance(order, Submit | Resume)
                 self.waiting.append(order)
+        self.obeyed += len(self.inbox)
         self.inbox.clear()
-        taken = []
+        taken, broken = [], {}
+        emissions, handed = [], []
         while self.waiting and len(self.working) + len(self.held) < self.room:
             order = self.waiting.pop(0)
             left = order.request.sampling.max_tokens
             if isinstance(order, Resume):
+                if order.source in self.unreachable:
+                    broken[order.source] = "Timed out"
+                    emissions.append(Emission(order.request.request_id, (), 0.0, "error", "Timed out"))
+                    continue
                 taken.append(order.request.request_id)
                 left -= len(order.token_ids)
             self.working[order.request.request_id] = [left]
-        emissions, handed = [], []
         for request_id, left in list(self.working.items()):
             left[0] -= 1
             ends = left[0] == 0
@@ -55,7 +62,7 @@ class FakeWorker:
                 self.held.add(request_id)
                 handed.append(HandOver(request_id, (7,), (1, 2)))
         stats = StepStats(0.0) if emissions else None
-        return Stepped(StepResult(emissions, stats), tuple(handed), tuple(taken))
+        return Stepped(StepResult(emissions, stats), self.obeyed, tuple(handed), tuple(taken), broken)
 
 
 class Simulation:
@@ -71,6 +78,7 @@ class Simulation:
         self.aborted: set[str] = set()
         self.tokens: Counter[str] = Counter()
         self.ends: dict[str, str] = {}
+        self.known_broken: set[tuple[str, str]] = set()
 
     def submit(self, max_tokens: int) -> None:
         request = Request(f"r{len(self.submitted)}", (1, 2, 3), SamplingParams(max_tokens=max_tokens))
@@ -84,7 +92,9 @@ class Simulation:
 
     def deliver(self, name: str) -> None:
         while self.pipes[name]:
-            self.router.stepped(name, self.pipes[name].popleft(), 0.0)
+            report = self.pipes[name].popleft()
+            self.known_broken |= {(source, name) for source in report.broken}
+            self.router.stepped(name, report, 0.0)
             self.settle()
 
     def step(self, name: str) -> None:
@@ -92,10 +102,11 @@ class Simulation:
         self.deliver(name)
 
     def kill(self, name: str) -> None:
-        """What it had sent is heard before its end is."""
+        """What it had sent is heard before its end is, in which it may have been given up."""
         del self.workers[name]
         self.deliver(name)
-        self.router.died(name, "died (SIGKILL)", 0.0)
+        if name not in self.router.deaths:
+            self.router.died(name, "died (SIGKILL)", 0.0)
         self.settle()
 
     def abort(self, request_id: str) -> None:
@@ -105,8 +116,13 @@ class Simulation:
         self.settle()
 
     def settle(self) -> None:
+        for name, reason in self.router.cut_off.items():
+            self.workers.pop(name, None)
+            self.router.died(name, reason, 0.0)
         orders, self.router.orders = self.router.orders, []
         for name, order in orders:
+            if isinstance(order, Resume):
+                assert (order.source, name) not in self.known_broken, "handed over where nothing passes"
             if name in self.workers:
                 self.workers[name].inbox.append(order)
         while self.router.results:
@@ -127,12 +143,13 @@ class Simulation:
             self.step(name)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
-    st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False)
+    *(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 4), st.integers(0, 4)),
+    st.randoms(use_true_random=False),
 )
-def test_every_request_ends_once_whoever_dies(
-    entries: int, decoders: int, room: int, kills: int, chance: random.Random
+def test_every_request_ends_once_whoever_dies_and_whatever_breaks(
+    entries: int, decoders: int, room: int, kills: int, breaks: int, chance: random.Random
 ) -> None:
     simulation = Simulation(entries, decoders, room)
     for _ in range(60):
@@ -145,6 +162,9 @@ def test_every_request_ends_once_whoever_dies(
         elif action < 0.42 and kills and names:
             kills -= 1
             simulation.kill(chance.choice(names))
+        elif action < 0.46 and breaks and names:
+            breaks -= 1
+            simulation.workers[chance.choice(names)].unreachable.add(f"prefill{chance.randrange(entries)}")
         elif names:
             chance.choice([simulation.compute, simulation.compute, simulation.deliver])(chance.choice(names))
     simulation.run_out()
@@ -154,7 +174,7 @@ def test_every_request_ends_once_whoever_dies(
         if reason == "length":
             assert simulation.tokens[request_id] == simulation.submitted[request_id].sampling.max_tokens
         else:
-            assert reason == "error" and simulation.router.deaths
+            assert reason == "error" and (simulation.router.deaths or simulation.known_broken)
     for worker in simulation.workers.values():
         assert not worker.held and not worker.working and not worker.waiting, f"{worker.name} still has something"
 
@@ -202,6 +222,73 @@ def test_what_a_dead_prefill_worker_had_handed_over_goes_on() -> None:
     simulation.kill("prefill0")
     simulation.run_out()
     assert simulation.ends == {"r0": "length"} and simulation.tokens["r0"] == 3
+
+
+def test_where_nothing_passes_nothing_is_sent_and_another_pair_is_used() -> None:
+    simulation = Simulation(2, 2, room=9)
+    simulation.workers["decode0"].unreachable.add("prefill0")
+    simulation.submit(3)
+    simulation.step("prefill0")
+    simulation.step("decode0")
+    assert simulation.ends == {"r0": "error"} and not simulation.router.cut_off
+    for _ in range(4):
+        simulation.submit(3)
+    assert not simulation.workers["prefill0"].waiting and len(simulation.workers["prefill1"].inbox) == 4
+    simulation.run_out()
+    assert list(simulation.ends.values()) == ["error", *["length"] * 4]
+
+
+def test_what_had_begun_where_a_pair_broke_goes_on_over_another() -> None:
+    simulation = Simulation(1, 2, room=9)
+    simulation.workers["decode0"].unreachable.add("prefill0")
+    for _ in range(2):
+        simulation.submit(3)
+    simulation.step("prefill0")
+    simulation.submit(3)
+    simulation.step("decode0")
+    simulation.run_out()
+    assert simulation.ends == {"r0": "error", "r1": "length", "r2": "length"}
+
+
+def test_an_entry_that_reaches_nobody_is_cut_off_with_what_it_has() -> None:
+    simulation = Simulation(1, 2, room=9)
+    simulation.workers["decode0"].unreachable.add("prefill0")
+    simulation.submit(3)
+    simulation.step("prefill0")
+    simulation.submit(3)
+    simulation.step("decode0")
+    simulation.kill("decode1")
+    assert simulation.ends == {"r0": "error", "r1": "error"}
+    why = {"prefill0": "was given up: decode0 gets nothing from it (Timed out)", "decode1": "died (SIGKILL)"}
+    assert simulation.router.deaths == why
+    simulation.submit(3)
+    assert simulation.ends["r2"] == "error"
+
+
+@pytest.mark.parametrize("decoders", [0, 1])
+def test_what_is_said_of_an_aborted_request_is_not_taken_for_the_next_one_of_that_name(decoders: int) -> None:
+    simulation = Simulation(1, decoders, room=4)
+    entry = "prefill0"
+    simulation.submit(3)
+    simulation.compute(entry)  # its first token, and maybe its hand-over, is on its way
+    simulation.router.abort("r0")
+    simulation.router.submit(Request("r0", (9, 9), SamplingParams(max_tokens=3)), 0.0)
+    simulation.settle()
+    simulation.deliver(entry)
+    assert simulation.tokens["r0"] == 0 and all(not w.inbox for n, w in simulation.workers.items() if n != entry)
+    if decoders:
+        simulation.step(entry)
+        simulation.compute("decode0")  # and here its second
+        simulation.router.abort("r0")
+        simulation.router.submit(Request("r0", (9, 9), SamplingParams(max_tokens=3)), 0.0)
+        simulation.settle()
+        simulation.tokens.clear()
+        simulation.deliver("decode0")
+        assert simulation.tokens["r0"] == 0
+    simulation.run_out()
+    assert simulation.ends == {"r0": "length"} and simulation.tokens["r0"] == 3
+    for worker in simulation.workers.values():
+        assert not worker.held and not worker.working and not worker.waiting
 
 
 def test_an_id_that_is_open_is_refused() -> None:

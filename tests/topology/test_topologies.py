@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -14,7 +16,7 @@ from topology_runs import Run, config_of, gone, requests_of, run, shared_memory,
 
 from impls.engine import Engine
 from impls.seams import Topology
-from impls.topology.workers import ENDING_S
+from impls.topology.handles import ENDING_S
 
 REQUESTS = requests_of(10)
 PAIR = "topology=disaggregated"
@@ -114,10 +116,16 @@ def test_preemption_on_the_decode_side_changes_no_token(target: Any) -> None:
     assert found.ends == alone.ends and found.tokens == alone.tokens
 
 
-@pytest.mark.parametrize("target", [TIGHT], indirect=True)
+@pytest.mark.parametrize(
+    "target",
+    [TIGHT, (*TIGHT, "batching=static", "topology.decode.batching=continuous")],
+    indirect=True,
+    ids=["continuous", "static"],
+)
 def test_a_full_decode_pool_keeps_finished_prompts_where_they_are(target: Any) -> None:
     """And the prefill worker's records count what is held as used, nothing as reserved ahead of its time."""
     found = run(target, LONG)
+    assert set(found.ends.values()) == {"length"}, found.errors
     waited = [s for s in found.steps if s.worker == "prefill0" and len(s.kv_reservations) > len(s.scheduled)]
     assert waited, "no prompt was held while another one was computed"
     for stats in found.steps:
@@ -145,6 +153,7 @@ def test_a_request_that_only_the_decode_pool_cannot_hold_is_rejected() -> None:
         found = run(target, requests_of(1, prompt=40, output=60))
         assert found.ends == {"r0": "rejected"} and "KV cache of a decode worker holds 64" in found.errors["r0"]
         assert run(target, requests_of(1, prompt=40, output=20)).ends == {"r0": "length"}
+        assert run(target, requests_of(1, prompt=90, output=1)).ends == {"r0": "length"}, "it never gets there"
     finally:
         target.close()
 
@@ -189,6 +198,40 @@ def test_kill_9_of_a_replica_leaves_the_other_at_work(target: Any) -> None:
     assert set(again.ends.values()) == {"length"}
 
 
+@pytest.mark.parametrize("target", [("topology=replicas",)], indirect=True)
+def test_the_answer_to_a_call_that_failed_is_not_taken_for_the_next_ones(target: Any) -> None:
+    with pytest.raises(RuntimeError, match="worker replica1 died"):
+        target.call(partial(_late_or_never, victim=target.pid_of["replica1"]))
+    assert target.call(_pid, first_only=True) == [target.pid_of["replica0"]]
+
+
+def _pid(engine: Engine) -> int:
+    return os.getpid()
+
+
+def _late_or_never(engine: Engine, victim: int) -> str:
+    if os.getpid() == victim:
+        os._exit(1)
+    time.sleep(0.5)
+    return "late"
+
+
+def test_a_worker_that_takes_no_orders_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("impls.topology.workers.TAKING_S", 1)
+    target = target_of(config_of("topology=replicas"))
+    try:
+        pid = target.pid_of["replica0"]
+        os.kill(pid, signal.SIGSTOP)
+        long = [replace(request, request_id=request.request_id.ljust(50_000)) for request in requests_of(20)]
+        found = run(target, long)
+        assert gone({"replica0": pid})
+        assert dict(target.deaths) == {"replica0": "was given up: it took no orders for 1 s"}
+        assert sum(end == "length" for end in found.ends.values()) >= 10 and len(found.ends) == 20
+        assert set(found.errors.values()) == {"worker replica0 was given up: it took no orders for 1 s"}
+    finally:
+        target.close()
+
+
 def test_close_in_the_middle_leaves_no_process_and_no_shared_memory() -> None:
     before = shared_memory()
     target = target_of(config_of(PAIR))
@@ -225,6 +268,21 @@ def test_aborted_requests_are_heard_of_no_more_and_give_up_their_blocks(target: 
 
     found = run(target, LONG, abort)
     assert done and found.ends.keys() == {request.request_id for request in LONG} - set(done)
+    assert all(free == total for free, total in target.call(_free_and_total))
+
+
+@pytest.mark.parametrize("target", [(PAIR,)], indirect=True)
+def test_the_id_of_an_aborted_request_may_be_used_again_at_once(target: Any) -> None:
+    (first,), (second,) = requests_of(1, output=60), requests_of(1, output=12, seed=1)
+    assert first.request_id == second.request_id
+    alone = run(target_of(config_of()), [second])
+    for _ in range(10):
+        target.add_request(first)
+        for _ in range(4):
+            target.step(target.clock.now() + 5)
+        time.sleep(0.02)  # more of it is on its way
+        target.abort(first.request_id)
+        assert run(target, [second]).tokens == alone.tokens
     assert all(free == total for free, total in target.call(_free_and_total))
 
 

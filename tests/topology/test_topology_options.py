@@ -6,9 +6,14 @@ import pytest
 from topology_runs import config_of
 
 from harness.arm import validate_arm
+from harness.errors import BadInput
+from harness.gpus import devices_of
+from harness.study import compose_study
 from impls.build import worker_configs
 from impls.kv_cache.paged import PagedCache
+from impls.topology.distributed import DistributedTransfer
 from impls.topology.held_blocks import holding
+from impls.topology.meeting import KEY
 
 PAIR = "topology=disaggregated"
 
@@ -56,9 +61,66 @@ def test_an_arm_that_cannot_run_says_why(overrides: list[str], reason: str) -> N
     assert any(reason in why for why in reasons), reasons
 
 
-def test_arms_that_can_run_have_no_reasons() -> None:
-    for topology in ([PAIR], [PAIR, "topology.transfer=distributed"], ["topology=replicas"]):
+def test_arms_that_can_run_have_no_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    at = "topology.listen=192.168.0.10:29400"
+    for topology in (
+        [PAIR],
+        [PAIR, "topology.transfer=distributed"],
+        [PAIR, "topology.transfer=distributed", "topology.remote=[prefill0,decode0]", at],
+        ["topology=replicas"],
+        ["topology=replicas", "topology.remote=[replica1]", at],
+    ):
         assert validate_arm(config_of(*topology)) == []
+
+
+AT = "topology.listen=192.168.0.10:29400"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["topology.remote=[decode1]", AT], "topology.remote=[decode1]: must be names among prefill0, decode0"),
+        (["topology.remote=[decode0,decode0]", AT], "topology.remote=[decode0,decode0]: names a worker twice"),
+        (["topology.remote=[decode0]"], "topology.remote=[decode0]: needs topology.listen=<address>:<port> of this"),
+        ([AT], "topology.listen=192.168.0.10:29400: nobody is to dial in there (topology.remote=[decode0])"),
+        (["topology.remote=[decode0]", "topology.listen=host"], "topology.listen=host: must be <address>:<port>"),
+        (["topology.remote=[decode0]", "topology.listen=0.0.0.0:1"], "topology.listen=0.0.0.0:1: must be the address"),
+        (
+            ["topology.remote=[decode0]", "topology.transfer=shared_memory", AT],
+            "workers on other hosts see no memory of",
+        ),
+    ],
+)
+def test_who_cannot_dial_in_is_told_so(overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    transfer = [] if any("transfer" in text for text in overrides) else ["topology.transfer=distributed"]
+    reasons = validate_arm(config_of(PAIR, *transfer, *overrides))
+    assert [why for why in reasons if reason in why] and len(reasons) == 1, reasons
+
+
+def test_without_a_key_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    (why,) = validate_arm(config_of("topology=replicas", "topology.remote=[replica1]", AT))
+    assert why.startswith(f"topology=replicas: topology.remote=[replica1]: {KEY} is not set")
+
+
+def test_what_is_elsewhere_takes_neither_memory_nor_a_gpu_of_this_host() -> None:
+    arm = (PAIR, "topology.transfer=distributed", "topology.remote=[prefill0]", "topology.prefill.workers=2", AT)
+    config = config_of(*arm)
+    assert devices_of(config) == {"prefill1": "cpu", "decode0": "cpu"}
+    config["device"]["name"] = "cuda"
+    assert devices_of(config) == {"prefill1": "cuda:0", "decode0": "cuda:1"}
+    assert DistributedTransfer.route("cpu", 1) == "network bandwidth between hosts"
+
+
+def test_a_worker_is_not_waited_for_as_long_as_a_hang_lasts() -> None:
+    arm = ("study=none", "model=tiny", PAIR, "topology.transfer_timeout_s=70")
+    told = "topology.transfer_timeout_s=70: must be at most half of study.stall_s=120.0, .*; nearest: 60"
+    with pytest.raises(BadInput, match=told):
+        compose_study([*arm, "topology.transfer=distributed"])
+    compose_study([*arm, "topology.transfer=distributed", "study.stall_s=140"])
+    compose_study(arm)  # in shared memory nobody waits for it
 
 
 def test_held_blocks_stay_with_a_sequence_that_was_freed_until_they_are_let_go() -> None:

@@ -55,7 +55,7 @@ def test_the_record_of_a_disaggregated_trial(tmp_path: Path, transfer: str, rout
     assert metrics["peak_memory_bytes"] > 3 * 100e6  # this process and two more, each with torch in it
     assert metrics["startup_s"] > 0 and metrics["mfu"] > 0 and run["linear_stages"]
     assert [note for note in run["validity"] if note.startswith(f"{route}: ")]
-    assert not [note for note in run["validity"] if note.startswith("client lag")]
+    assert (requests["submitted_s"] - requests["intended_s"]).median() < 0.05  # nobody waits for the router
 
 
 def test_the_record_of_replicas(tmp_path: Path) -> None:

@@ -68,9 +68,7 @@ class Run:
     steps: list[StepStats] = field(default_factory=list)
 
 
-def run(
-    target: Any, requests: Sequence[Request], between: Callable[[Run], None] = lambda so_far: None
-) -> Run:
+def run(target: Any, requests: Sequence[Request], between: Callable[[Run], None] = lambda so_far: None) -> Run:
     """Everything submitted at once and run to its end; ``between``: after every step. AssertionError if it hangs."""
     found = Run()
     began = time.monotonic()

@@ -2,6 +2,8 @@
 Anyscale, Orca), within `TOLERANCE`: what the published fits themselves leave, and sampling noise.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -123,3 +125,12 @@ def test_length_scale_scales_the_published_lengths(composed, words):
     tenth = stream(composed, words, "azure_conv", n=1000, length_scale=0.1).plan
     np.testing.assert_allclose(tenth.prompt_tokens, whole.prompt_tokens / 10, atol=1.0)
     assert tenth.output_tokens.min() >= 1
+
+
+def test_classes_of_priority_have_their_shares_and_move_no_other_draw(composed, words):
+    plain = stream(composed, words, "ladder_burst", n=2000)
+    classes = stream(composed, words, "ladder_burst", n=2000, priority_shares=[0.25, 0.0, 0.75])
+    drawn = [request.priority for request in classes.initial()]
+    assert set(drawn) == {0, 2} and 0.22 < drawn.count(0) / len(drawn) < 0.28
+    assert classes.provenance["priority_shares"] == [0.25, 0.0, 0.75]
+    assert [replace(request, priority=0) for request in classes.initial()] == plain.initial()

@@ -153,6 +153,22 @@ def test_clip_holds_in_later_turns(make):
     assert max(len(r.prompt_token_ids) + r.sampling.max_tokens for r, _ in done) == 80
 
 
+def test_a_clipped_turn_forgets_its_oldest_words_and_not_its_question(make):
+    whole = {r.request_id: r.prompt_token_ids for r, _ in run(make(sessions=SESSIONS))[0]}
+    stream = make(sessions=SESSIONS, max_model_len=80, overlength="clip")
+    first_turns = {f"request-{index}" for index in stream.plan.sessions.first.tolist()}
+    cut = 0
+    for request, _ in run(stream)[0]:
+        prompt, asked = request.prompt_token_ids, stream.plan.prompt_tokens[int(request.request_id.split("-")[1])]
+        if request.request_id in first_turns or len(prompt) == len(whole[request.request_id]):
+            continue
+        cut += 1
+        kept = min(int(asked), len(prompt))
+        assert prompt[-kept:] == whole[request.request_id][-kept:] if kept == asked else len(prompt) <= asked
+        assert request.planned_cached_tokens <= 1  # what is left begins elsewhere than any earlier prompt
+    assert cut > 3
+
+
 def test_warmup_requests_take_the_lengths_asked_for(make):
     stream = make()
     default = stream.warmup_requests(50)

@@ -107,9 +107,18 @@ def test_clip_and_reject(tmp_path, replay):
     clip = replay(path, max_model_len=64, overlength="clip")
     assert [len(r.prompt_token_ids) for r in clip.initial()] == [44, 44]
     assert (clip.provenance["num_clipped"], clip.provenance["num_overlength"]) == (2, 0)
+    assert clip.provenance["clipped_to"] == 64 and replay(path, overlength="clip").provenance["clipped_to"] is None
     keep = replay(path, max_model_len=64)
     assert [len(r.prompt_token_ids) for r in keep.initial()] == [100, 90]
     assert (keep.provenance["num_clipped"], keep.provenance["num_overlength"]) == (0, 2)
+    assert keep.provenance["clipped_to"] is None
+
+
+def test_the_record_tells_a_file_by_what_is_in_it(tmp_path, replay):
+    first = replay(jsonl(tmp_path, {"input_length": 5, "max_tokens": 1})).provenance
+    again = replay(jsonl(tmp_path, {"input_length": 5, "max_tokens": 1}, name="copy.jsonl")).provenance
+    other = replay(jsonl(tmp_path, {"input_length": 5, "max_tokens": 2})).provenance
+    assert first["file"] == other["file"] and first["file_sha256"] == again["file_sha256"] != other["file_sha256"]
 
 
 def test_rows_of_a_length_may_share_prefixes(tmp_path, replay):

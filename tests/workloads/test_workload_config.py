@@ -115,6 +115,8 @@ BAD = [
     ({"num_request": 3}, r"workload.num_request=3: not an option of workload=plain.*nearest: num_requests"),
     ({"overlength": "cut"}, "workload.overlength=cut"),
     ({"length_scale": 0}, "workload.length_scale=0.0"),
+    ({"priority_shares": [0.5, 0.6]}, r"workload.priority_shares=\[0.5, 0.6\]: must be shares .* add up to 1"),
+    ({"priority_shares": [1.5, -0.5]}, r"workload.priority_shares=\[1.5, -0.5\]"),
 ]
 
 

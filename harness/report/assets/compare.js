@@ -96,7 +96,7 @@
 
   // As the page's own: a ratio and its interval on a log axis, with a line at 1.
   function forest(found, span) {
-    const width = 92, x = (value) => {
+    const width = 64, x = (value) => {
       const share = Math.log(value / span[0]) / Math.log(span[1] / span[0]);
       return 3 + Math.min(1, Math.max(0, share)) * (width - 6);
     };
@@ -122,19 +122,21 @@
   }
 
   const HEADLINE = "output_tokens_per_s";
+  // A row of the verdict table is an arm's, or of several that did not run and so have no ratio.
   const rows = [...document.querySelectorAll("table.verdict tbody tr")];
+  const armsOf = rows.map((row) => row.dataset.arms.split(" ").map(Number));
   const metricRows = [...document.querySelectorAll("#metrics tbody tr")].map((row) => ({ row, cells: [...row.cells] }));
   const ownCells = rows.map((row) => row.cells[2]);
 
   function showRatios() {
     const own = state.baseline === data.baseline, reference = data.arms[state.baseline];
-    const found = rows.map((row, i) => (own || !ownCells[i] ? null : ratio(HEADLINE, data.arms[i], reference)));
+    const found = rows.map((row, i) => (own || !ownCells[i] ? null : ratio(HEADLINE, data.arms[armsOf[i][0]], reference)));
     const seen = found.flatMap((each) => (each ? [each.median, each.low, each.high] : [])).filter((v) => v !== null && v > 1 / 30 && v < 30);
     const span = [Math.min(1, ...seen) / 1.08, Math.max(1, ...seen) * 1.08];
     rows.forEach((row, i) => {
       if (!ownCells[i]) return;
       let cell = ownCells[i];
-      if (!own && i === state.baseline) {
+      if (!own && armsOf[i][0] === state.baseline) {
         cell = element("td", "ratio neutral");
         cell.append(element("span", "sub", "baseline"));
       } else if (!own) cell = ratioCell(found[i], reference.name, span);
@@ -193,9 +195,10 @@
   for (const table of document.querySelectorAll("table")) {
     const heads = [...table.tHead.rows[0].cells].map((cell) => names.indexOf(cell.textContent));
     for (const row of table.rows) {
-      const first = table.classList.contains("verdict") ? rows.indexOf(row) : names.indexOf(row.cells[0].textContent);
-      if (row.parentNode !== table.tHead && first >= 0) owned.push([row, first]);
-      if (!table.classList.contains("verdict")) heads.forEach((arm, i) => arm >= 0 && i > 0 && owned.push([row.cells[i], arm]));
+      const named = names.indexOf(row.cells[0].textContent);
+      const arms = table.classList.contains("verdict") ? armsOf[rows.indexOf(row)] : named >= 0 ? [named] : undefined;
+      if (row.parentNode !== table.tHead && arms) owned.push([row, arms]);
+      if (!table.classList.contains("verdict")) heads.forEach((arm, i) => arm >= 0 && i > 0 && owned.push([row.cells[i], [arm]]));
     }
   }
 
@@ -206,7 +209,7 @@
     boxes.forEach((box) => (box.checked = !state.hidden.has(Number(box.value))));
     showRatios();
     showFollowers();
-    owned.forEach(([node, arm]) => (node.hidden = state.hidden.has(arm)));
+    owned.forEach(([node, arms]) => (node.hidden = arms.every((arm) => state.hidden.has(arm))));
     return figures.show(state.hidden, against());
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Chart, Table, fixed, floats, label, number_cell, text_cell
+from harness.report.parts import Chart, Table, counted, fixed, floats, label, number_cell, text_cell
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,7 +26,7 @@ PHASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode": ("decoding", {"color": "@used"}),
 }
 MAX_REQUESTS = 150
-PANEL_PX = 120
+PANEL_PX, LEAST_PX, ROW_PX = 120, 44, 14
 COLUMNS = (("queueing_s", "queueing"), ("ttft_s", "TTFT"), ("e2e_s", "E2E"))
 
 
@@ -65,7 +66,8 @@ def chart(report: Report) -> Chart:
         return Chart("gantt", title, "", Table((), ()), empty="No arm recorded a request.")
     limit = report.points(MAX_REQUESTS, 40)
     seen = [(arm, request_lives(trial)) for arm, trial in drawn]
-    layout, height = stack([PANEL_PX] * len(seen), [_title(arm, lives) for arm, lives in seen], time_range(drawn))
+    heights = [min(PANEL_PX, max(LEAST_PX, ROW_PX * min(limit, len(lives.request_ids)))) for _, lives in seen]
+    layout, height = stack(heights, [_title(arm, lives) for arm, lives in seen], time_range(drawn))
     layout |= {"barmode": "overlay", "bargap": 0, "showlegend": False, "hovermode": "closest"}
     traces: list[dict[str, Any]] = []
     shown = requests = 0
@@ -73,7 +75,7 @@ def chart(report: Report) -> Chart:
         rows = min(limit, len(lives.request_ids))
         shown, requests = shown + rows, requests + len(lives.request_ids)
         layout[axis_key(index)] |= {
-            **{"range": [rows - 0.5, -0.5], "nticks": 4, "tickformat": ",d", "showgrid": False},
+            **{"range": [rows - 0.5, -0.5], "tick0": 0, "dtick": max(1, math.ceil(rows / 4)), "showgrid": False},
             "title": {"text": "request"},
         }
         traces += _traces(lives, rows, axis_name(index))
@@ -86,7 +88,7 @@ def chart(report: Report) -> Chart:
 
 
 def _title(arm: Arm, lives: Lives) -> str:
-    return panel_title(arm, f"{len(lives.request_ids):,} requests")
+    return panel_title(arm, counted(len(lives.request_ids), "request"))
 
 
 def _traces(lives: Lives, rows: int, axis: str) -> list[dict[str, Any]]:

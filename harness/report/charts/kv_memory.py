@@ -105,7 +105,7 @@ def _shows_one_cache(trial: TrialRecord) -> bool:
 
 def _line_at(capacity: float, axis: str) -> dict[str, Any]:
     ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": capacity, "y1": capacity, "yref": axis}
-    return {"type": "line", **ends, "line": {"color": "@muted", "width": 1, "dash": "dot"}, "layer": "below"}
+    return {"type": "line", **ends, "line": {"color": "@muted", "width": 1, "dash": "dot"}, "layer": "above"}
 
 
 def _title(arm: Arm) -> str:

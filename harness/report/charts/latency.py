@@ -7,7 +7,8 @@ from typing import Any
 
 from harness.distribution import PERCENTILES
 from harness.report.data import Arm, Report
-from harness.report.parts import LEGEND_ABOVE, Chart, Table, fixed, floats, label, text_cell
+from harness.report.legends import legend
+from harness.report.parts import Chart, Table, fixed, floats, label, text_cell
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,18 @@ def chart(report: Report, what: Latency) -> Chart:
         )
     if not traces:
         return Chart(what.key, what.title, "", Table((), ()), empty=f"No arm has a finished trial with {what.counted}.")
+    names, height, wide = legend(len(traces), 380)
     layout = {
+        **names,
         "xaxis": {"type": "log", "title": {"text": f"{what.key.upper()} ({what.unit}, log scale)"}, "dtick": "D2"},
         "yaxis": {"title": {"text": f"share of {what.counted} (%)"}, "range": [0, 101]},
-        "legend": LEGEND_ABOVE,
-        "showlegend": True,
         "hovermode": "closest",
     }
     note = f"All ok trials of an arm pooled; {shown:,} of {total:,} values drawn, the slowest 100 always among them."
     if endless:
         note += f" {endless:,} failed and count as infinite: their curve ends below 100 %."
     note += " The table gives the median over trials of each trial's percentile, by nearest rank."
-    return Chart(what.key, what.title, note, _table(report.arms, what), traces, layout, 380)
+    return Chart(what.key, what.title, note, _table(report.arms, what), traces, layout, height, wide=wide)
 
 
 def _table(arms: list[Arm], what: Latency) -> Table:
@@ -72,5 +73,6 @@ def _table(arms: list[Arm], what: Latency) -> Table:
             arm.cell(f"{what.metric}.n", fixed(0)),
         ]
         for arm in arms
+        if arm.metrics
     ]
     return Table(("arm", *(f"{part} ({what.unit})" for part in parts), "n a trial"), rows)

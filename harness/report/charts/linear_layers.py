@@ -28,6 +28,7 @@ def stage_by_trial(arm: Arm, rows: int, name: str) -> dict[int, float]:
 
 
 def row_counts(arms: Iterable[Arm]) -> list[int]:
+    """At which numbers of rows any arm's layers were timed, ascending."""
     stages = (entry for arm in arms for trial in arm.ok for entry in trial.run.get("linear_stages") or ())
     return sorted({int(entry["rows"]) for entry in stages})
 

@@ -208,7 +208,7 @@ def _references(arms: Sequence[Arm]) -> list[dict[str, Any]]:
         if panel.slo is not None:
             key, called = panel.slo
             limits = {limit for arm in arms if (limit := (arm.config.get("slo") or {}).get(key)) is not None}
-            values = sorted(float(limit) * panel.scale for limit in limits)
+            values = sorted(float(limit) * panel.scale for limit in limits if limit > 0)  # 0 is on no log axis
             found = [(f"{called}: {value:g} {panel.unit}", [value, value]) for value in values]
         lines += [
             {

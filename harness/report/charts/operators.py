@@ -37,7 +37,7 @@ def group_seconds(profile: Profile, kind: str) -> dict[str, float]:
         return {}
     on_device = any(row["device_s"] is not None for row in rows)
     column = "device_s" if on_device else "cpu_s"
-    seconds = {group: sum(row[column] for row in rows if row["group"] == group) / steps for group in GROUPS}
+    seconds = {group: sum(row[column] or 0.0 for row in rows if row["group"] == group) / steps for group in GROUPS}
     if on_device:
         rest = sum(row["cpu_s"] for row in rows) / steps - sum(seconds.values())
         seconds["host"] += max(0.0, rest)

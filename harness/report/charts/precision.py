@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.equal_burst import median_rates
-from harness.report.intervals import INTERVAL_FROM, around, beside, error_bars
+from harness.report.intervals import INTERVAL_FROM, around, beside, error_bars, room
+from harness.report.legends import legend
 from harness.report.parts import Cell, Chart, Table, byte_size, fixed, floats, label, number_cell, percent, text_cell
+from harness.report.placing import Named, placed
 from harness.report.quality import DRAWN, EQUAL_OUTPUT, Quality
 from harness.statistics import CONFIDENCE
 
 SPEED = "output_tokens_per_s"
+OF_THE_WEIGHTS = ("weights_bytes", "checkpoint_bytes")  # in memory, and on disk what they were made from
+LABELLED_ARMS = 12  # more are named in a legend
+PANEL_WIDTH_PX = 570.0  # of half a page
 PANEL_PX, QUALITY_PX, GAP_PX, MARGIN = 260, 120, 26, {"l": 58, "r": 14, "t": 24, "b": 46}
 
 
@@ -46,7 +52,7 @@ def kv_bytes_a_token(arm: Arm) -> float | None:
 
 WEIGHTS = Kept(
     *("precision", "precision", "weights", weights_bytes, "MB", 1e-6),
-    note="Weights: as they are resident, with tables, the embedding and the head.",
+    note="Weights: as they are resident, with tables, embedding and head; on disk: the files they are made from.",
 )
 KEYS_AND_VALUES = Kept(
     *("kvdtype", "kv_dtype", "K/V of a token", kv_bytes_a_token, "kB", 1e-3),
@@ -55,6 +61,7 @@ KEYS_AND_VALUES = Kept(
 
 
 def option(arm: Arm, group: str) -> str | None:
+    """The name of an arm's option in a group; None where the record has none."""
     name = (arm.config.get(group) or {}).get("name")
     return None if name is None else str(name)
 
@@ -82,11 +89,15 @@ def chart(report: Report, kept: Kept) -> Chart:
         return Chart(kept.key, title, "", Table((), ()), empty=nothing)
     drawn = [quality for quality in DRAWN if any(arm.metrics.get(quality.metric) is not None for arm in seen)]
     traces = [_joined(family, sizes, kept) for family in found] if len(found) > 1 else []
-    for arm in seen:
-        size = sizes[arm.index] * kept.scale
-        traces += _speed(arm, size, kept, report.confidence)
-        traces += [_quality(arm, size, quality, index) for index, quality in enumerate(drawn)]
-    layout, height = _layout(seen, sizes, kept, drawn)
+    points = [_named(arm, sizes[arm.index] * kept.scale, kept, report.confidence) for arm in seen]
+    ends = _ends(points, [rate for arm in seen for rate in arm.by_trial(output_rate).values()])
+    places = placed(points, ends, (PANEL_WIDTH_PX, PANEL_PX)) if len(seen) <= LABELLED_ARMS else []
+    for arm, point, place in zip_longest(seen, points, places):
+        traces += _speed(arm, point, kept, place)
+        traces += [_quality(arm, point.x, quality, index) for index, quality in enumerate(drawn)]
+    layout, height = _layout(seen, kept, drawn, ends)
+    names, height, wide = ({"showlegend": False}, height, False) if places else legend(len(seen), height)
+    layout |= names
     note = (
         f"Arms that differ in their {kept.group} alone{', joined by a line' if len(found) > 1 else ''}. Filled: median "
         f"of the trials, with a {percent(report.confidence, 0)} interval where there are at least {INTERVAL_FROM}; "
@@ -106,12 +117,14 @@ def chart(report: Report, kept: Kept) -> Chart:
             f" Intervals of quality: {percent(CONFIDENCE, 0)}, over the texts that it was measured on, where there are "
             f"at least {INTERVAL_FROM}; perplexity's is mostly of how texts differ, which they do for all arms alike."
         )
+        if any(quality.scale_of(seen).get("type") == "log" for quality in drawn):
+            note += " A logarithmic axis has no place for 0, as bf16's KL to itself."
     else:
         note += " No quality was measured here."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
     table = _table(seen, sizes, kept, drawn, phases, report.confidence)
-    return Chart(kept.key, title, note, table, traces, layout, height)
+    return Chart(kept.key, title, note, table, traces, layout, height, wide=wide)
 
 
 def _permutations(seen: Sequence[Arm]) -> str:
@@ -131,6 +144,7 @@ def _permutations(seen: Sequence[Arm]) -> str:
 
 
 def output_rate(trial: TrialRecord) -> float | None:
+    """Output tokens per second; None where nothing was measured."""
     rate: float | None = trial.run["metrics"].get(SPEED)
     return rate
 
@@ -146,6 +160,7 @@ def _joined(family: Sequence[Arm], sizes: Mapping[int, float], kept: Kept) -> di
         "y": floats(arm.metrics[SPEED] for _, arm in points),
         "line": {"color": "@muted", "width": 1, "dash": "dot"},
         "hoverinfo": "skip",
+        "showlegend": False,
         "meta": {"points": [arm.index for _, arm in points]},
     }
 
@@ -154,28 +169,42 @@ def _shared(arm: Arm) -> dict[str, Any]:
     return {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name), "cliponaxis": False}
 
 
-def _speed(arm: Arm, size: float, kept: Kept, confidence: float) -> list[dict[str, Any]]:
-    """Every trial, and their median with its interval and the option's name."""
+def _named(arm: Arm, size: float, kept: Kept, confidence: float) -> Named:
+    """Its median, with the option's name; ``size`` in the unit of the axis."""
+    name = f"{label(option(arm, kept.group), 16)}{' (emulated)' if arm.emulated else ''}"
+    trials = list(arm.by_trial(output_rate).values())
+    return Named(name, size, arm.metrics[SPEED] or 0.0, (None, None), around(trials, confidence))
+
+
+def _ends(points: Sequence[Named], trials: Sequence[float]) -> tuple[float, float]:
+    """Of the axes of bytes and speed, which begin at 0."""
+    speeds = room([point.y for point in points], [*(point.y_bounds[1] for point in points), *trials])
+    return round(1.12 * max(point.x for point in points), 4), speeds
+
+
+def _speed(arm: Arm, point: Named, kept: Kept, place: str | None) -> list[dict[str, Any]]:
+    """Every trial, and their median with its interval and, where there is a place for it, its name."""
     trials = list(arm.by_trial(output_rate).values())
     look = {"color": arm.colour, "symbol": f"{arm.marker}-open"}
     return [
         {
             **_shared(arm),
             "mode": "markers",
-            "x": floats([size] * len(trials), 3),
+            "x": floats([point.x] * len(trials), 3),
             "y": floats(trials),
             "marker": {**look, "size": 7},
             "opacity": 0.55,
+            "showlegend": False,
             "hovertemplate": "%{fullData.name}, one trial<br>%{y:.1f} tok/s<extra></extra>",
         },
         {
             **_shared(arm),
-            "mode": "markers+text",
-            "x": floats([size], 3),
-            "y": floats([arm.metrics[SPEED]]),
-            "error_y": error_bars([arm.metrics[SPEED]], [around(trials, confidence)], arm.colour),
-            "text": [f"{label(option(arm, kept.group), 16)}{' (emulated)' if arm.emulated else ''}"],
-            "textposition": "top center",
+            "mode": "markers+text" if place else "markers",
+            "x": floats([point.x], 3),
+            "y": floats([point.y]),
+            "error_y": error_bars([point.y], [point.y_bounds], arm.colour),
+            "text": [point.name],
+            **({"textposition": place} if place else {}),
             "marker": {**look, "size": 12, **({} if arm.emulated else {"symbol": arm.marker})},
             "hovertemplate": f"%{{fullData.name}}<br>%{{y:.1f}} tok/s with %{{x:.4g}} {kept.unit}<extra></extra>",
         },
@@ -194,38 +223,36 @@ def _quality(arm: Arm, size: float, quality: Quality, index: int) -> dict[str, A
         "marker": {"color": arm.colour, "symbol": arm.marker, "size": 10},  # emulated arithmetic has its real quality
         "hovertemplate": f"%{{fullData.name}}<br>{quality.shown} %{{y:.5g}} {quality.unit}<extra></extra>",
         "yaxis": f"y{index + 2}",
+        "showlegend": False,
     }
 
 
 def _layout(
-    seen: Sequence[Arm], sizes: Mapping[int, float], kept: Kept, drawn: Sequence[Quality]
+    seen: Sequence[Arm], kept: Kept, drawn: Sequence[Quality], ends: tuple[float, float]
 ) -> tuple[dict[str, Any], int]:
     """The speed above, a lower panel for each quality, on one axis of bytes."""
     inner = PANEL_PX + (QUALITY_PX + GAP_PX) * len(drawn)
-    highest = max(arm.metrics[SPEED] or 0 for arm in seen)
     layout: dict[str, Any] = {
         "margin": MARGIN,
         "xaxis": {
             "title": {"text": f"{kept.what} ({kept.unit})"},
-            "range": [0, round(1.12 * max(sizes.values()) * kept.scale, 4)],
+            "range": [0, ends[0]],
             "anchor": f"y{len(drawn) + 1}" if drawn else "y",
         },
         "yaxis": {
             "title": {"text": "output of the machine (tok/s)"},
-            "range": [0, round(1.14 * highest, 3)],
+            "range": [0, ends[1]],
             "domain": [1 - PANEL_PX / inner, 1],
         },
-        "showlegend": False,
         "hovermode": "closest",
     }
     for index, quality in enumerate(drawn):
         top = inner - PANEL_PX - GAP_PX - index * (QUALITY_PX + GAP_PX)
         layout[f"yaxis{index + 2}"] = {
-            "title": {"text": quality.axis},
+            **quality.scale_of(seen),
             "domain": [max(0.0, (top - QUALITY_PX) / inner), top / inner],
             "anchor": "x",
             "nticks": 4,
-            **({"rangemode": "tozero"} if quality.from_zero else {}),
         }
     return layout, inner + MARGIN["t"] + MARGIN["b"]
 
@@ -247,7 +274,7 @@ def _table(
             [
                 text_cell(arm.name),
                 text_cell(option(arm, kept.group)),
-                arm.cell("weights_bytes", byte_size) if kept is WEIGHTS else size,
+                *((arm.cell(name, byte_size) for name in OF_THE_WEIGHTS) if kept is WEIGHTS else (size,)),
                 beside(arm.cell(SPEED, fixed(1)), of_trials, fixed(1)),
                 arm.cell("itl_s.p50", fixed(1, 1e3)),
                 *(number_cell(rate, 0) for rate in phases.get(arm.index, ())),
@@ -255,6 +282,7 @@ def _table(
                 number_cell(len(arm.ok), 0),
             ]
         )
-    columns = ("arm", kept.group.replace("_", " "), kept.what, "output tok/s", "ITL p50 (ms)")
+    sizes_of = (kept.what, "on disk") if kept is WEIGHTS else (kept.what,)
+    columns = ("arm", kept.group.replace("_", " "), *sizes_of, "output tok/s", "ITL p50 (ms)")
     shown = ("prefill tok/s", "decode tok/s") if phases else ()
     return Table((*columns, *shown, *(quality.axis for quality in qualities), "trials (n)"), rows)

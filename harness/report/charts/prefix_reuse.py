@@ -7,7 +7,7 @@ from harness.report.data import Arm, Report
 from harness.report.parts import Chart, Table, fixed, label, percent, text_cell
 
 FOUND, MISSED, OWN = "found", "shared, but computed", "own"
-LOOKS = {FOUND: ("@used", ""), MISSED: ("@ahead", "/"), OWN: ("@free", "")}
+LOOKS = {FOUND: ("@used", ""), MISSED: ("@ahead", "/"), OWN: ("@grid", "")}
 
 
 def has_sharing(report: Report) -> bool:
@@ -23,7 +23,7 @@ def chart(report: Report) -> Chart:
     note = (
         "Blue: served from the cache when the request first ran. Hatched: an earlier request of the traffic begins "
         "alike (blue and hatched are what was planned), but it was computed: nothing is reused, it was evicted, its "
-        "block is not full, or both ran at once. Blank: nobody else begins so. In the table, beside the size of the "
+        "block is not full, or both ran at once. Grey: nobody else begins so. In the table, beside the size of the "
         "cache, the ceiling: what one without limit would serve of this traffic, in whole blocks. What it is worth "
         "depends on how much of a request is prefill."
     )

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.report.data import Arm, Report, middle
+from harness.report.data import DASHES, Arm, Report, middle
 from harness.report.figures import step_columns
 from harness.report.intervals import INTERVAL_FROM, Bounds, around, beside, error_bars
+from harness.report.legends import legend
 from harness.report.parts import (
-    LEGEND_ABOVE,
     MISSING,
     Cell,
     Chart,
@@ -28,7 +28,6 @@ from harness.report.work import COLUMNS, Work, pooled, step_work
 
 SYMBOLS = {"prefill": "", "decode": "-open"}  # kind of step -> what its marker's name ends in
 STEPS_A_KIND = 60
-LABELLED_ROOFS = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Roof:
     source: str
 
     def at(self, intensity: float) -> float:
+        """FLOP/s that are possible at so many FLOPs a byte."""
         return min(self.flops_per_s, intensity * self.bytes_per_s)
 
     @property
@@ -70,11 +70,11 @@ def chart(report: Report) -> Chart:
     works = [work for by_kind in found.values() for work in by_kind.values()]
     start, end = min(work.least for work in works) / 1.5, max(work.most for work in works) * 1.5
     traces += _roof_lines([arm for arm in seen if arm.index in roofs], roofs, start, end)
+    names, height, wide = legend(sum(trace.get("showlegend", True) for trace in traces), 420)
     layout = {
+        **names,
         "xaxis": {"type": "log", "dtick": "D2", "title": {"text": "FLOP per byte moved (FLOP/B, log scale)"}},
         "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "GFLOP/s (log scale)"}},
-        "legend": LEGEND_ABOVE,
-        "showlegend": True,
         "hovermode": "closest",
     }
     steps = sum(work.steps for work in works)
@@ -91,7 +91,9 @@ def chart(report: Report) -> Chart:
         note += f" Speed emulated, so not drawn: {', '.join(left_out)}."
     if not roofs:
         note += " No roof: these records do not say what the machine could do."
-    return Chart("roofline", title, note, _table(seen, found, roofs, report.confidence), traces, layout, 420)
+    return Chart(
+        "roofline", title, note, _table(seen, found, roofs, report.confidence), traces, layout, height, wide=wide
+    )
 
 
 def work_of(arm: Arm) -> dict[str, Work]:
@@ -156,20 +158,15 @@ def _roof_lines(arms: list[Arm], roofs: Mapping[int, Roof], start: float, end: f
     for found, under in by_roof.items():
         names = list(dict.fromkeys(str((arm.config.get("precision") or {}).get("name") or arm.name) for arm in under))
         points = sorted({start, min(max(found.ridge, start), end), end})
-        text = label(f"{', '.join(names)}: {found.flops_per_s * 1e-9:,.0f} GFLOP/s, {found.source}", 48)
-        labels = [""] * (len(points) - 1) + [text]
+        text = label(f"{found.flops_per_s * 1e-9:,.0f} GFLOP/s, {found.source}: {', '.join(names)}", 48)
         lines.append(
             {
                 "type": "scatter",
-                "mode": "lines+text" if len(by_roof) <= LABELLED_ROOFS else "lines",
+                "mode": "lines",
                 "name": text,
                 "x": floats(points, 4),
                 "y": floats([found.at(point) * 1e-9 for point in points], 4),
-                "text": labels,
-                "textposition": ("top left", "bottom left")[len(lines) % 2],  # roofs that meet keep their names apart
-                "cliponaxis": False,
-                "line": {"color": "@muted", "width": 1.6},
-                "showlegend": False,
+                "line": {"color": "@muted", "width": 1.6, "dash": DASHES[len(lines) % len(DASHES)]},
                 "meta": {"arms": [arm.index for arm in under]},
                 "hovertemplate": f"%{{fullData.name}}<br>{found.bytes_per_s * 1e-9:,.1f} GB/s<extra></extra>",
             }

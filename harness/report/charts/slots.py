@@ -12,7 +12,7 @@ import pandas as pd
 from harness.records import TrialRecord
 from harness.report.data import Arm, Report
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Chart, Table, floats, label, number_cell, percent, percent_cell, text_cell
+from harness.report.parts import Chart, Table, counted, floats, label, number_cell, percent, percent_cell, text_cell
 
 PREFILL, DECODE, DEAD = "prefill", "decode", "dead"
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,10 +49,12 @@ class Occupancy:
     capacity_s: float
 
     def share(self, state: str) -> float | None:
+        """Of the time that all slots together had; None where they had none."""
         return self.seconds[state] / self.capacity_s if self.capacity_s > 0 else None
 
     @property
     def empty_share(self) -> float | None:
+        """As `share`, of the time in which nobody held them."""
         return max(0.0, 1 - sum(self.seconds.values()) / self.capacity_s) if self.capacity_s > 0 else None
 
 
@@ -151,7 +153,7 @@ def panel_height(rows: int) -> int:
 def _title(arm: Arm, occupied: Occupancy) -> str:
     slots = f"{occupied.used_slots} of {occupied.num_slots} slots used"
     if occupied.used_slots == occupied.num_slots:
-        slots = f"{occupied.num_slots} slots"
+        slots = counted(occupied.num_slots, "slot")
     dead = occupied.share(DEAD)
     return panel_title(arm, slots, f"dead {percent(dead, 0)}", f"empty {percent(occupied.empty_share, 0)}")
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens drafted in a step and tokens of them that the target accepted."""
+"""Speculative decoding: tokens drafted in a step, those of them that the target accepted, and its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from harness.report.data import Arm, Report
+from harness.report.figures import own_tokens
 from harness.report.panels import axis_key, axis_name, panel_arms, panel_title, stack, time_range, which_trials
-from harness.report.parts import Cell, Chart, Table, floats, number, percent, text_cell
+from harness.report.parts import Chart, Table, floats, number, number_cell, percent, text_cell
 from harness.report.sampling import extremes
 
 STEPS_A_PANEL = 500
 PANEL_PX = 150
-COUNTS = ("draft_tokens", "accepted_tokens")
+COUNTS = ("draft_tokens", "accepted_tokens", "emitted_tokens")
+OWN = "the target's own"
 METRICS: tuple[tuple[str, Callable[[float | None], str]], ...] = (
     ("acceptance_rate", percent),
     ("tokens_per_step", number),
@@ -23,7 +25,7 @@ METRICS: tuple[tuple[str, Callable[[float | None], str]], ...] = (
 
 
 def chart(report: Report) -> Chart:
-    title = "Speculation: tokens drafted and accepted in each step"
+    title = "Speculation: tokens drafted, accepted, and the target's own, in each step"
     seen, total = panel_arms(report, lambda trial: bool(trial.steps["draft_tokens"].sum() > 0))
     if not seen:
         return Chart("speculation", title, "", Table((), ()), empty="No arm drafts tokens.")
@@ -34,12 +36,15 @@ def chart(report: Report) -> Chart:
     for index, (_, trial) in enumerate(seen):
         layout[axis_key(index)] |= {"rangemode": "tozero", "nticks": 4, "title": {"text": "tokens a step"}}
         start = trial.steps["start_s"].to_numpy(float)
-        counts = [trial.steps[name].to_numpy(float, na_value=np.nan) for name in COUNTS]
+        known = {name: trial.steps[name].to_numpy(float, na_value=np.nan) for name in COUNTS}
+        own = own_tokens(known)
+        counts = [known["draft_tokens"], known["accepted_tokens"], *([] if np.isnan(own).any() else [own])]
         kept = extremes(counts, report.points(STEPS_A_PANEL))
         shown, steps = shown + len(kept), steps + len(start)
         looks: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
             ("drafted", {"color": "@dead", "width": 1.2, "shape": "hv", "dash": "dot"}, {}),
             ("accepted", {"color": "@used", "width": 1.2, "shape": "hv"}, {"fill": "tozeroy", "fillcolor": "@ahead"}),
+            (OWN, {"color": "@ink", "width": 1.2, "shape": "hv", "dash": "dash"}, {}),
         )
         traces += [
             {
@@ -53,10 +58,16 @@ def chart(report: Report) -> Chart:
                 "hovertemplate": f"{name} %{{y}}<extra></extra>",
                 **fill,
             }
-            for (name, line, fill), values in zip(looks, counts, strict=True)
+            for (name, line, fill), values in zip(looks, counts, strict=False)  # the last one may not be known
         ]
+    own_note = "the target's own are not in these records"
+    if any(trace["name"] == OWN for trace in traces):
+        own_note = (
+            "dashed: the target's own, one a sequence (behind drafts the recovered or, where all stand, the bonus "
+            "token: neither is an acceptance)"
+        )
     note = (
-        f"{which_trials(seen, total)} Dotted: drafted; filled: accepted (the bonus token is no acceptance). "
+        f"{which_trials(seen, total)} Dotted: drafted; filled: accepted; {own_note}. "
         f"{shown:,} of {steps:,} steps, extremes kept. A low share of distinct 4-grams means repetitive text, which "
         "flatters speculation."
     )
@@ -72,7 +83,9 @@ def _table(arms: list[Arm]) -> Table:
     for arm in arms:
         trials = arm.figures.trials
         drafted, accepted = sum(t.draft_tokens for t in trials), sum(t.accepted_tokens for t in trials)
-        cells = [arm.cell(name, text) for name, text in METRICS]
-        rows.append([text_cell(arm.name), Cell(f"{drafted:,}", drafted), Cell(f"{accepted:,}", accepted), *cells])
-    columns = ("arm", "drafted (all trials)", "accepted", "acceptance rate", "tokens a step", "distinct 4-grams")
-    return Table(columns, rows)
+        known = [t.own_tokens for t in trials if t.own_tokens is not None]
+        own = sum(known) if len(known) == len(trials) else None
+        counts = [number_cell(value, 0) for value in (drafted, accepted, own)]
+        rows.append([text_cell(arm.name), *counts, *(arm.cell(name, text) for name, text in METRICS)])
+    columns = ("arm", "drafted (all trials)", "accepted", OWN, "acceptance rate", "tokens a step")
+    return Table((*columns, "distinct 4-grams"), rows)

@@ -25,7 +25,7 @@ DIRECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def has_swapped(trial: TrialRecord) -> bool:
-    return bool(step_columns(trial, ("swapped_out_bytes",))["swapped_out_bytes"].any())
+    return bool(np.nansum(step_columns(trial, ("swapped_out_bytes",))["swapped_out_bytes"]) > 0)  # null: not recorded
 
 
 def swaps(report: Report) -> bool:

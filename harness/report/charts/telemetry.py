@@ -1,9 +1,9 @@
-"""What the machine did meanwhile: CPU, memory, each GPU where there is one, and what it cost to look."""
+"""What the machine did under the steps: CPU, memory, each GPU where there is one, and what it cost to look."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,17 +28,31 @@ class Series(NamedTuple):
     unit: str
     scale: float = 1.0
 
+    @property
+    def shape(self) -> str:
+        """A step's figure holds until the next one's; a machine's changes between its samples."""
+        return "hv" if self.source.startswith(STEPS) else "linear"
+
     def values(self, recorded: Floats) -> Floats:
+        """As they are drawn: of throttling, 100 where the clocks were slowed, else 0."""
         return 100.0 * (slowing(recorded) != 0) if self.name == THROTTLE else recorded * self.scale
 
     def quantity(self, recorded: Floats) -> str:
         """For the table; of clocks with the reasons why they were held back."""
         seen = reasons_of(slowing(recorded)) if self.name == THROTTLE else ()
-        return f"{self.meaning} ({self.unit}){': ' if seen else ''}{', '.join(seen)}"
+        unit = f" ({self.unit})" if self.unit else ""
+        return f"{self.meaning}{unit}{': ' if seen else ''}{', '.join(seen)}"
 
 
 THROTTLE = "throttle_reasons"
+STEPS = "steps"  # the source of what is no sample; with a worker's name where a topology has several
+OF_STEPS = (
+    Series(rf"{STEPS}.*", "running", "sequences running", ""),
+    Series(rf"{STEPS}.*", "waiting", "requests waiting", ""),
+    Series(rf"{STEPS}.*", "query_rows", "rows that a step computes", ""),
+)
 SERIES = (  # in the order of the panels
+    *OF_STEPS,
     Series(r"process", "cpu_percent", "CPU of the process (100 % is one core)", "%"),
     Series(r"host", "cpu_percent", "CPU of the host (100 % is every core)", "%"),
     Series(r"process", "resident_bytes", "resident memory of the process", "GB", 1e-9),
@@ -55,7 +69,8 @@ SERIES = (  # in the order of the panels
     Series(r"gpu\d+", "temperature_c", "GPU temperature", "°C"),
 )
 POINTS_A_LINE = 200
-PANEL_PX = 150
+COLUMNS, COLUMN_GAP = 3, 0.05  # the gap, in which the next panel's tick labels stand, as a share of the figure
+TITLE_PX, PANEL_PX, TICKS_PX, AXIS_PX, LEGEND_PX = 24, 120, 26, 46, 60
 
 
 def chart(report: Report) -> Chart:
@@ -74,36 +89,12 @@ def chart(report: Report) -> Chart:
             panels.append((series, lines))
     if not panels:
         return Chart("telemetry", title, "", Table((), ()), empty="No telemetry was recorded.")
-    span = time_range(drawn)
-    rows = -(-len(panels) // 2)
+    layout, height = _grid([series for series, _ in panels], time_range(drawn))
     traces: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {
-        "showlegend": True,
-        "legend": LEGEND_ABOVE,
-        "hovermode": "closest",
-        "annotations": [],
-    }
     cells, named = [], set()
     shown = points = 0
     for index, (series, lines) in enumerate(panels):
         suffix = "" if index == 0 else str(index + 1)
-        row, column = divmod(index, 2)
-        top = 1 - (row + 0.16) / rows
-        left = 0.54 * column
-        layout[f"xaxis{suffix}"] = {
-            **{"domain": [left, left + 0.46], "anchor": f"y{suffix}", "range": span, "nticks": 6},
-            **({"title": {"text": "time (s)"}} if index >= len(panels) - 2 else {}),
-        }
-        layout[f"yaxis{suffix}"] = {
-            **{"domain": [max(0.0, 1 - (row + 0.92) / rows), top], "anchor": f"x{suffix}", "rangemode": "tozero"},
-            **{"nticks": 4, "ticksuffix": f" {series.unit}"},
-        }
-        layout["annotations"].append(
-            {
-                **{"text": series.meaning, "x": left, "y": top, "xref": "paper", "yref": "paper", "showarrow": False},
-                **{"xanchor": "left", "yanchor": "bottom"},
-            }
-        )
         for arm, source, (times, recorded) in lines:
             values = series.values(recorded)
             kept = extremes([values], report.points(POINTS_A_LINE))
@@ -117,7 +108,7 @@ def chart(report: Report) -> Chart:
                     "showlegend": arm.name not in named,
                     "x": floats(times[kept], 3),
                     "y": floats(values[kept], 3),
-                    "line": {"color": arm.colour, "dash": arm.dash, "width": 1.4},
+                    "line": {"color": arm.colour, "dash": arm.dash, "width": 1.4, "shape": series.shape},
                     "xaxis": f"x{suffix}",
                     "yaxis": f"y{suffix}",
                     "hovertemplate": f"%{{y:.3g}} {series.unit} at %{{x:.2f}} s<extra>%{{fullData.name}}</extra>",
@@ -135,13 +126,52 @@ def chart(report: Report) -> Chart:
                     number_cell(len(values), 0),
                 ]
             )
-    note = f"{which_trials(drawn, total)} {shown:,} of {points:,} samples drawn, extremes kept."
+    note = (
+        f"{which_trials(drawn, total)} All panels have one clock and one axis of time; the first ones are what the "
+        f"steps did, from the start of each. {shown:,} of {points:,} steps and samples drawn, extremes kept."
+    )
     costs = [(arm, cost) for arm, trial in drawn if (cost := _cost(trial)) is not None]
     if costs:
         note += f" Sampling itself took at most {number(max(share for _, (share, *_) in costs), 2)} % of a core."
         cells += [row for arm, cost in costs for row in _cost_rows(arm, cost)]
     table = Table(("arm", "source", "quantity", "mean", "maximum", "samples (n)"), cells)
-    return Chart("telemetry", title, note, table, traces, layout, 90 + PANEL_PX * rows)
+    return Chart("telemetry", title, note, table, traces, layout, height, wide=True)
+
+
+def _grid(panels: Sequence[Series], span: Sequence[float]) -> tuple[dict[str, Any], int]:
+    """Layout and height in px: panels in rows of `COLUMNS`, each under its title and above its own ticks."""
+    rows, columns = -(-len(panels) // COLUMNS), min(COLUMNS, len(panels))
+    row_px = TITLE_PX + PANEL_PX + TICKS_PX
+    inner = row_px * rows - TICKS_PX
+    width = (1 - COLUMN_GAP * (columns - 1)) / columns
+    layout: dict[str, Any] = {
+        "margin": {"l": 58, "r": 14, "t": LEGEND_PX, "b": AXIS_PX},
+        "showlegend": True,
+        "legend": {**LEGEND_ABOVE, "y": 1},
+        "hovermode": "closest",
+        "annotations": [],
+    }
+    for index, series in enumerate(panels):
+        suffix = "" if index == 0 else str(index + 1)
+        row, column = divmod(index, COLUMNS)
+        left, top = round(column * (width + COLUMN_GAP), 4), 1 - (row * row_px + TITLE_PX) / inner
+        lowest = index + COLUMNS >= len(panels)
+        layout[f"xaxis{suffix}"] = {
+            **{"domain": [left, round(left + width, 4)], "anchor": f"y{suffix}", "range": list(span), "nticks": 7},
+            **({"title": {"text": "time since the run's start (s)"}} if lowest else {}),
+            "automargin": False,
+        }
+        layout[f"yaxis{suffix}"] = {
+            **{"domain": [max(0.0, top - PANEL_PX / inner), top], "anchor": f"x{suffix}", "rangemode": "tozero"},
+            **{"nticks": 4, "ticksuffix": f" {series.unit}".rstrip(), "automargin": False},
+        }
+        layout["annotations"].append(
+            {
+                **{"text": series.meaning, "x": left, "y": top, "xref": "paper", "yref": "paper", "showarrow": False},
+                **{"xanchor": "left", "yanchor": "bottom"},
+            }
+        )
+    return layout, inner + LEGEND_PX + AXIS_PX
 
 
 def _samples(trial: TrialRecord) -> dict[str, dict[str, tuple[Floats, Floats]]]:
@@ -150,6 +180,17 @@ def _samples(trial: TrialRecord) -> dict[str, dict[str, tuple[Floats, Floats]]]:
     found: dict[str, dict[str, tuple[Floats, Floats]]] = {}
     for (name, source), samples in known.groupby(["name", "source"]):
         found.setdefault(str(name), {})[str(source)] = samples["t_s"].to_numpy(float), samples["value"].to_numpy(float)
+    return found and _of_steps(trial) | found
+
+
+def _of_steps(trial: TrialRecord) -> dict[str, dict[str, tuple[Floats, Floats]]]:
+    """The same of `OF_STEPS`, of each worker by itself: their steps overlap."""
+    found: dict[str, dict[str, tuple[Floats, Floats]]] = {series.name: {} for series in OF_STEPS}
+    for worker, steps in trial.steps.groupby(trial.steps["worker"].fillna("")):
+        for name, by_source in found.items():
+            values = steps[name].to_numpy(float, na_value=np.nan)
+            if not np.isnan(values).any():
+                by_source[f"{STEPS} {worker}".strip()] = steps["start_s"].to_numpy(float), values
     return found
 
 

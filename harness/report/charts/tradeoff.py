@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from harness.report.data import Arm, Report
-from harness.report.intervals import INTERVAL_FROM, Bounds, around, bounds_text, error_bars
+from harness.report.intervals import INTERVAL_FROM, Bounds, around, bounds_text, error_bars, room
+from harness.report.legends import legend
 from harness.report.parts import Cell, Chart, Table, fixed, floats, label, number_cell, percent, text_cell
+from harness.report.placing import Named, placed
 from harness.summary import incomparable
 
 Point = tuple[float, float]  # tok/s per user, tok/s
 
 BOTH = "%{y:.1f} tok/s, %{x:.1f} tok/s per user<extra></extra>"
 LABELLED_ARMS = 12  # more labels than that cover one another
+HEIGHT_PX, PLOT_PX = 400, (570.0, 330.0)  # its points' part of half a page
 
 
 def chart(report: Report) -> Chart:
@@ -30,14 +34,18 @@ def chart(report: Report) -> Chart:
         for name, found in trials.items()
     }
     groups = comparable_groups(seen)
+    ends = _ends([points[arm.name] for arm in seen], bounds.values(), [p for found in trials.values() for p in found])
     labelled = len(seen) <= LABELLED_ARMS
+    names, height, wide = ({"showlegend": False}, HEIGHT_PX, False) if labelled else legend(len(seen), HEIGHT_PX)
+    named = [Named(_shown(arm), *points[arm.name], *bounds[arm.name]) for arm in seen]
+    places = placed(named, ends, PLOT_PX) if labelled else []
     traces = [_frontier(group, points) for group in groups]
-    for arm in seen:
-        traces += _arm(arm, trials[arm.name], points[arm.name], bounds[arm.name], labelled)
+    for arm, place in zip_longest(seen, places):
+        traces += _arm(arm, trials[arm.name], points[arm.name], bounds[arm.name], place)
     layout = {
-        "xaxis": {"title": {"text": "output speed per user, 1 / median ITL (tok/s)"}, "range": [0, _room(points, 0)]},
-        "yaxis": {"title": {"text": "output of the machine (tok/s)"}, "range": [0, _room(points, 1)]},
-        "showlegend": not labelled,
+        **names,
+        "xaxis": {"title": {"text": "output speed per user, 1 / median ITL (tok/s)"}, "range": [0, ends[0]]},
+        "yaxis": {"title": {"text": "output of the machine (tok/s)"}, "range": [0, ends[1]]},
         "annotations": [arrow for arm in seen if (arrow := _step(arm, points)) is not None],
         "hovermode": "closest",
     }
@@ -57,7 +65,7 @@ def chart(report: Report) -> Chart:
         note += f" Without both figures, so not drawn: {', '.join(left_out)}."
     if any(arm.emulated for arm in seen):
         note += f" Speed emulated, not to be compared: {', '.join(arm.name for arm in seen if arm.emulated)}."
-    return Chart("tradeoff", title, note, _table(seen, points, bounds), traces, layout, 400)
+    return Chart("tradeoff", title, note, _table(seen, points, bounds), traces, layout, height, wide=wide)
 
 
 # --- the frontier -----------------------------------------------------------------------------------------------------
@@ -110,7 +118,7 @@ def _frontier(group: Sequence[Arm], points: Mapping[str, Point]) -> dict[str, An
 
 
 def _arm(
-    arm: Arm, trials: Sequence[Point], point: Point, bounds: Sequence[Bounds], labelled: bool
+    arm: Arm, trials: Sequence[Point], point: Point, bounds: Sequence[Bounds], place: str | None
 ) -> list[dict[str, Any]]:
     shared = {"type": "scatter", "legendgroup": str(arm.index), "name": label(arm.name)}
     return [
@@ -126,13 +134,13 @@ def _arm(
         },
         {
             **shared,
-            "mode": "markers+text" if labelled else "markers",
+            "mode": "markers+text" if place else "markers",
             "x": floats([point[0]]),
             "y": floats([point[1]]),
             "error_x": error_bars([point[0]], [bounds[0]], arm.colour),
             "error_y": error_bars([point[1]], [bounds[1]], arm.colour),
-            "text": [label(arm.name, 28) + (" (emulated)" if arm.emulated else "")],
-            "textposition": "top center",
+            "text": [_shown(arm)],
+            **({"textposition": place} if place else {}),
             "cliponaxis": False,
             "marker": {
                 "symbol": f"{arm.marker}-open" if arm.emulated else arm.marker,
@@ -169,10 +177,15 @@ def _step(arm: Arm, points: Mapping[str, Point]) -> dict[str, Any] | None:
     }
 
 
-def _room(points: Mapping[str, Point], coordinate: int) -> float:
-    """An axis end with room for a label above the highest point."""
-    highest: float = max(point[coordinate] for point in points.values())
-    return round(1.14 * highest, 6)
+def _ends(medians: Sequence[Point], bounds: Iterable[Sequence[Bounds]], trials: Sequence[Point]) -> tuple[float, float]:
+    """Of both axes, which begin at 0."""
+    highs = [[high for _, high in each] for each in bounds]
+    x, y = (room([p[i] for p in medians], [*(each[i] for each in highs), *(p[i] for p in trials)]) for i in range(2))
+    return x, y
+
+
+def _shown(arm: Arm) -> str:
+    return label(arm.name, 28) + (" (emulated)" if arm.emulated else "")
 
 
 def _table(arms: Sequence[Arm], points: Mapping[str, Point], bounds: Mapping[str, Sequence[Bounds]]) -> Table:

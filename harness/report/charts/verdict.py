@@ -17,7 +17,7 @@ from harness.statistics import direction
 HEADLINE = "output_tokens_per_s"
 SIGNS = {"better": "\u25b2", "worse": "\u25bc", "no difference shown": "\u2248", "not comparable": "\u2205"}
 CLASSES = {"better": "better", "worse": "worse"}
-FOREST_PX = 92
+FOREST_PX = 64
 # Name, unit and scale of every metric that the long table shows, in its order.
 METRICS: tuple[tuple[str, str, float, int], ...] = (
     ("output_tokens_per_s", "tok/s", 1, 1),
@@ -26,6 +26,8 @@ METRICS: tuple[tuple[str, str, float, int], ...] = (
     ("slo_attainment", "%", 100, 1),
     ("ttft_s.p50", "s", 1, 3),
     ("ttft_s.p99", "s", 1, 3),
+    ("ttft_urgent_s.p50", "s", 1, 3),
+    ("ttft_urgent_s.p99", "s", 1, 3),
     ("itl_s.p50", "ms", 1e3, 2),
     ("itl_s.p99", "ms", 1e3, 2),
     ("tpot_s.p50", "ms", 1e3, 2),
@@ -45,7 +47,9 @@ METRICS: tuple[tuple[str, str, float, int], ...] = (
     ("mbu", "%", 100, 2),
     ("peak_memory_bytes", "MB", 1e-6, 1),
     ("weights_bytes", "MB", 1e-6, 1),
+    ("checkpoint_bytes", "MB", 1e-6, 1),
     ("startup_s", "s", 1, 2),
+    ("ready_s", "s", 1, 2),
     ("equivalence", "%", 100, 1),
     ("perplexity", "", 1, 3),
     ("kl_vs_bf16", "nat", 1, 5),
@@ -80,9 +84,11 @@ class RatioCell:
 
 @dataclass(frozen=True)
 class Row:
-    """``message``: why there are no figures (failed, not run), in place of the cells."""
+    """``arms``: one, or several that did not run for the same reasons. ``message``: why there are no figures (failed,
+    not run), in place of the cells.
+    """
 
-    arm: Arm
+    arms: Sequence[Arm]
     changes: str
     headline: Cell
     cells: Sequence[Cell]
@@ -91,12 +97,16 @@ class Row:
     message: str
     n_trials: int
 
+    @property
+    def arm(self) -> Arm:
+        return self.arms[0]
+
 
 def rows(report: Report) -> list[Row]:
     span, shown = _span(report), columns(report)
     return [
         Row(
-            arm,
+            arms,
             changes(arm, report),
             arm.cell(HEADLINE, fixed(1)),
             [column.cell(arm) for column in shown],
@@ -107,8 +117,18 @@ def rows(report: Report) -> list[Row]:
             "" if arm.metrics else "; ".join(map(str, arm.entry["reasons"])) or "no trial recorded",
             len(arm.ok),
         )
-        for arm in report.arms
+        for arms in _together(report.arms)
+        for arm in arms[:1]
     ]
+
+
+def _together(arms: Sequence[Arm]) -> list[list[Arm]]:
+    """Each by itself, but those that did not run for the same reasons as one, where the first of them stands."""
+    found: dict[object, list[Arm]] = {}
+    for arm in arms:
+        key = tuple(map(str, arm.entry["reasons"])) if arm.entry["status"] == "not_run" else arm.index
+        found.setdefault(key, []).append(arm)
+    return list(found.values())
 
 
 def changes(arm: Arm, report: Report) -> str:
@@ -179,7 +199,7 @@ def _span(report: Report) -> tuple[float, float]:
 
 
 def metrics_table(report: Report) -> Table:
-    """Every arm and metric: value, both ratios, pairs and verdicts."""
+    """Every arm and metric: value, both ratios, pairs and verdicts; of a percentile also of how many values it is."""
     table = []
     for arm in report.arms:
         for name, unit, scale, digits in METRICS:
@@ -199,6 +219,8 @@ def metrics_table(report: Report) -> Table:
                     Cell(f"{ratio.n}" if shown else ""),
                     Cell(ratio.said, numeric=False, style=ratio.style),
                 ]
+            of = name.rpartition(".")[0]
+            cells.append(arm.cell(f"{of}.n", fixed(0)) if of else Cell(""))
             table.append(cells)
     ratios = [text for reference in ("baseline", "arm it builds on") for text in (f"vs {reference}", "n", "verdict")]
-    return Table(("arm", "metric", "median over trials", *ratios), table)
+    return Table(("arm", "metric", "median over trials", *ratios, "values a trial (n)"), table)

@@ -26,12 +26,17 @@ class Column:
     zero_counts: bool = True
 
     def seen(self, arm: Arm) -> bool:
+        """Whether this arm has something to show in it."""
         value = self.cell(arm).value
         return value is not None and (value != 0 or self.zero_counts)
 
 
 def _metric(name: str, text: Callable[[float | None], str], style: str = "") -> Callable[[Arm], Cell]:
     return lambda arm: arm.cell(name, text, style)
+
+
+def _short(value: float | None) -> str:
+    return number(value, 0 if value is not None and value >= 1e4 else 2)
 
 
 def _kv_waste(arm: Arm) -> Cell:
@@ -69,7 +74,7 @@ COLUMNS = (
     Column("ceiling", _metric("prefix_hit_rate_ceiling", percent), "prefix hits", zero_counts=False),
     Column("observed", _metric("prefix_hit_rate_observed", percent), "prefix hits", zero_counts=False),
     Column("cache", _metric("kv_capacity_tokens", fixed(0)), "prefix hits"),
-    Column("perplexity", _metric("perplexity", number), "quality"),
+    Column("perplexity", _metric("perplexity", _short), "quality"),
     Column(
         "KL (nat)",
         _metric("kl_vs_bf16", fixed(4)),
@@ -78,6 +83,15 @@ COLUMNS = (
     ),
     Column("top-1", _metric("top1_agreement", percent), "quality"),
     Column("peak memory", _metric("peak_memory_bytes", byte_size), always=True),
+    Column(
+        "first step",
+        _metric("startup_s", fixed(1)),
+        "ready (s)",
+        "Ready: from the start of the trial's process to the end of its first step, and to that of the warm-up, "
+        "with every shape that is compiled or captured.",
+        always=True,
+    ),
+    Column("warm", _metric("ready_s", fixed(1)), "ready (s)", always=True),
 )
 
 

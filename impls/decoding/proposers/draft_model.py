@@ -64,5 +64,10 @@ class DraftModelProposer(ChainedProposer):
                 self._seen[seq.seq_id] = _Seen(seq.num_tokens, tuple(drafted[:-1]))
         return proposed
 
+    def truncate(self, seq_id: str, num_tokens: int) -> None:
+        """It runs ahead of the target, so it may have written to a block that is not kept."""
+        if (seen := self._seen.get(seq_id)) is not None:
+            self._seen[seq_id] = _Seen(min(seen.num_tokens, num_tokens), ())
+
     def forget(self, seq_id: str) -> None:
         self._seen.pop(seq_id, None)

@@ -73,7 +73,7 @@ class EagleProposer(ChainedProposer):
     def attach(self, resources: DraftResources) -> int:
         target, device = resources.model, resources.device
         tensors = trained_weights.read(KIND, self._path, resources)
-        method = target.method.head_method()
+        method = target.method.draft_head_method()
         self.head = self._head = EagleHead(tensors, target.shape, target.embed, method, device)
         self.sampler = DraftSampler(self._draft_sampling, self._head.token_ids, self._vocab_size)
         shape = self._head.shape

@@ -60,7 +60,7 @@ class MedusaProposer(Proposer):
     def attach(self, resources: DraftResources) -> int:
         target, device = resources.model, resources.device
         tensors = trained_weights.read(KIND, self._path, resources)
-        method = target.method.head_method()
+        method = target.method.draft_head_method()
         self.head = self._heads = MedusaHeads(tensors, target.shape, method, device, self.num_draft_tokens)
         self._sampler = DraftSampler(self._draft_sampling, self._heads.token_ids, self._vocab_size)
         return self._heads.weights_bytes
