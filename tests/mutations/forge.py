@@ -63,7 +63,8 @@ def run(mutant: Mutant | None, nodes: Sequence[str]) -> int:
         faulthandler.register(signal.SIGALRM, os.dup(2), chain=True)  # where it hung, past pytest's capture
         signal.alarm(LIMIT_S)
         sys.meta_path.insert(0, mutant)
-    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider"]
+    # Plain: on CI pytest explains an unequal pair by a full diff, which takes minutes for lists of hundreds of items.
+    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "--assert=plain"]
     status = pytest.main([*options, *(str(ROOT / "tests" / node) for node in nodes)], [FirstFailure()])
     return NOT_LOADED if mutant is not None and mutant.name not in sys.modules else int(status)
 
