@@ -13,7 +13,7 @@ from impls import native
 from impls.gpu import why_no_bf16, why_no_triton
 from impls.native.grouped import channels, pack_fields, pack_scales, unpack_fields, unpack_scales
 from impls.native.linear import PANEL
-from impls.precision.cpu_features import activation_dtype, has_avx512
+from impls.precision.cpu_features import activation_dtype, has_avx512, has_bf16_instructions
 from impls.precision.gemm import SCRATCH_ELEMENTS, linear_fp32
 from impls.precision.grouped import GroupedWeight
 from impls.seams import PackedLinear
@@ -46,6 +46,7 @@ class GroupedGemm:
     torch_int4pack  torch's operator of 4 bits, of a CPU or (tinygemm, made for few rows) of CUDA from 8.0 on; scales in
                     the activations' type; out_features are padded to a multiple of 16
     torch_int8pack  torch's CPU operator of 8 bits, symmetric, a scale for each row of W
+                    (both are scalar loops on a CPU whose activations are FP32: 10 to 200 times slower)
     dequantized     any device: the packed weights of native_grouped, made dense again for every product, a slice at a
                     time; the bytes are real, the speed is not what the format could reach
     """
@@ -164,9 +165,9 @@ class GroupedGemm:
 
 
 def best_kernel(device: torch.device, bits: int, by_row: bool) -> str:
-    """torch's own operators where AVX512 makes them fast; elsewhere the project's, where it runs."""
+    """torch's own operators where AVX512 and BF16 activations make them fast, else the project's, where it runs."""
     fast = next((name for name, fits in TORCH_KERNELS.items() if fits == (bits, by_row)), None)
-    if fast and device.type == "cpu" and has_avx512():
+    if fast and device.type == "cpu" and has_avx512() and has_bf16_instructions():
         return fast
     return own_kernel(device)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from impls.build import locate
 from impls.models.llama import LlamaModel
 from impls.models.source import open_model
 from impls.models.synthetic import SyntheticWeights
+from impls.precision import gemm, grouped_gemm, int8, w4a8
 from impls.precision.fp32 import Fp32
 from impls.seams import Arm, LinearMethod
 
@@ -69,6 +74,41 @@ def test_linear(benchmark: Any, project_conf: Any, name: str, rows: int) -> None
     resident = packed.num_bytes()
     assert least <= resident <= 2.1 * least
     benchmark.extra_info.update(kernel=method.kernel, resident_bytes=resident)
+
+
+KERNELS: dict[str, Collection[str]] = {
+    **{"bf16": gemm.BF16_KERNELS, "int8": int8.KERNELS, "w4a8": w4a8.KERNELS},
+    **dict.fromkeys(("int8_weight_only", "int4"), grouped_gemm.KERNELS),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="which kernel is fastest on a GPU has not been measured yet")
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("name", KERNELS)
+def test_auto_takes_no_slow_kernel(benchmark: Any, project_conf: Any, name: str, rows: int) -> None:
+    """A processor nobody has seen may lack what a kernel was chosen for: torch's 4 bits once took 240 times as long."""
+    option = project_conf("precision", name)
+    options = {key: value for key, value in option.items() if key not in ("name", "_target_", "kernel")}
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(INTERMEDIATE, HIDDEN, generator=draw), torch.randn(rows, HIDDEN, generator=draw)
+    products: dict[str, Callable[[], object]] = {}
+    for kernel in ("auto", *KERNELS[name]):
+        try:
+            method: LinearMethod = locate(option)(device=torch.device(DEVICE), **options, kernel=kernel)
+        except ValueError:  # not a kernel for this machine, or these bits
+            continue
+        products[kernel] = partial(method.apply, x.to(method.activation_dtype), method.pack(weight))
+    best = dict.fromkeys(products, math.inf)
+
+    def in_turns() -> None:
+        for kernel, product in products.items():
+            start = time.perf_counter()
+            product()
+            best[kernel] = min(best[kernel], time.perf_counter() - start)
+
+    benchmark.pedantic(in_turns, rounds=10, warmup_rounds=1)
+    benchmark.extra_info.update({f"us {kernel}": round(seconds * 1e6, 1) for kernel, seconds in best.items()})
+    assert best["auto"] < 5 * min(best.values()), best  # wide: a kernel may be the better one on other processors
 
 
 class CountOperators(torch.utils._python_dispatch.TorchDispatchMode):

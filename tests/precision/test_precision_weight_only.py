@@ -125,6 +125,20 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
         Int4(CPU, group_size=128).pack(torch.zeros(4, 576))
 
 
+@pytest.mark.parametrize("avx512", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_torch_s_operators_are_taken_where_both_avx512_and_bf16_make_them_fast(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, bf16: bool
+) -> None:
+    """With FP32 activations (AVX512, but no BF16 instructions) they are scalar loops."""
+    monkeypatch.setattr(grouped_gemm, "has_avx512", lambda: avx512)
+    monkeypatch.setattr(grouped_gemm, "has_bf16_instructions", lambda: bf16)
+    own = grouped_gemm.own_kernel(CPU)
+    assert grouped_gemm.best_kernel(CPU, 4, False) == ("torch_int4pack" if avx512 and bf16 else own)
+    assert grouped_gemm.best_kernel(CPU, 8, True) == ("torch_int8pack" if avx512 and bf16 else own)
+    assert grouped_gemm.best_kernel(CPU, 8, False) == own
+
+
 def test_validate_names_a_kernel_that_cannot_run() -> None:
     assert "not a kernel for device cuda" in Int4.validate(arm(device="cuda", kernel="native_grouped"))[0]
     assert "not for 3 bits" in Int3.validate(arm(group_size=64, kernel="torch_int4pack"))[0]
