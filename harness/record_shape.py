@@ -104,7 +104,9 @@ def check_plan(plan: Any, path: object, resumed: bool = False) -> None:
 
 def check(value: Any, shape: Any, path: object, place: str = "") -> None:
     """RecordError, naming ``path`` and ``place``, for the first part of ``value`` that is not as ``shape`` has it."""
-    kind: Any = next((kind for kind in (dict, list) if isinstance(shape, kind)), shape)
+    if _plainly(value, shape):
+        return
+    kind: Any = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
     if shape is NUMBERS:
         kind = type(value) if isinstance(value, dict | list) else NUMBER
     if not any(_is(value, each) for each in (get_args(kind) if isinstance(kind, UnionType) else [kind])):
@@ -118,11 +120,17 @@ def check(value: Any, shape: Any, path: object, place: str = "") -> None:
         for name, item in value.items():
             inner = shape if shape is NUMBERS else shape.get(name, shape.get(..., object))
             may_be_null = shape is not NUMBERS and name in shape and not isinstance(shape, Whole)
-            if item is not None or not may_be_null:
+            if not (_plainly(item, inner) or (item is None and may_be_null)):
                 check(item, inner, path, f"{place}.{name}" if place else str(name))
     elif kind is list:
         for index, item in enumerate(value):
             check(item, shape if shape is NUMBERS else shape[0], path, f"{place}[{index}]")
+
+
+def _plainly(value: Any, shape: Any) -> bool:
+    """Whether it is, at a glance: most of a record is, and a report reads hundreds of thousands of values."""
+    kind = type(value)
+    return kind is shape or shape is object or (kind is float and (shape is NUMBER or shape is NUMBERS))
 
 
 def _is(value: Any, kind: type) -> bool:

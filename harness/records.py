@@ -128,15 +128,17 @@ class StudyRecord:
         return [trial for trial in self.trials if trial.run["arm"] == arm]
 
 
-def validate_record(run: Mapping[str, Any], where: str = "run.json") -> None:
-    """RecordError for the first field that is missing or of the wrong kind."""
-    check_run({**run, **{name: decode_numbers(run[name]) for name in INFINITE if name in run}}, where)
+def validate_record(run: Mapping[str, Any], where: str = "run.json") -> dict[str, Any]:
+    """``run``, its infinities numbers again. RecordError for the first field that is missing or of the wrong kind."""
+    decoded = {**run, **{name: decode_numbers(run[name]) for name in INFINITE if name in run}}
+    check_run(decoded, where)
     if run["schema_version"] != SCHEMA_VERSION:
         raise RecordError(f"{where}: schema_version {run['schema_version']!r}, expected {SCHEMA_VERSION}")
     if run["status"] not in STATUSES:
         raise RecordError(f"{where}: status {run['status']!r}, allowed: {', '.join(STATUSES)}")
     if run["clock"] not in ("real", "virtual"):
         raise RecordError(f"{where}: clock {run['clock']!r}, allowed: real, virtual")
+    return decoded
 
 
 def write_trial(
@@ -210,9 +212,7 @@ def read_trial(directory: Path, tables: bool = True) -> TrialRecord:
     tables: look at the three tables' footers too; who reads them anyway, or needs run.json alone, need not.
     """
     path = directory / "run.json"
-    run = read_json(path)
-    validate_record(run, str(path))
-    run |= {name: decode_numbers(run[name]) for name in INFINITE}
+    run = validate_record(read_json(path), str(path))
     if tables:
         for name, schema in FRAMES.items():
             check_table(directory / f"{name}.parquet", schema)

@@ -1,4 +1,8 @@
-"""`python -m harness.report` of 1,000 runs within 10 s of CPU time: 40 arms, 25 trials each."""
+"""`python -m harness.report` of 1,000 runs within 10 s of CPU time: 40 arms, 25 trials each.
+
+On a processor that takes longer the report may cost as many times the bare reading of its files as it may where the
+target was set: they are read in turns.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
-from conftest import slowness
 from simulated_run import write_many
 
 from harness.report.__main__ import main
 
 TARGET_S = 10.0  # of CPU time: what else the machine does is no fault of the report
+BARE_READINGS = 3  # which it may cost; 2.0 when this was written
 ATTEMPTS = 3  # CPU time grows too where neighbours share the core's cache and units: the best of a few counts
 SIZES = {(10, 10): "100 runs", (40, 25): "1000 runs"}
 
@@ -36,11 +41,24 @@ def test_report(benchmark: Any, tmp_path: Path, arms: int, trials: int) -> None:
     assert {arm["ratios"]["output_tokens_per_s"]["n"] for arm in list(summary["arms"].values())[1:]} == {trials}
     text = page.read_text("utf-8")
     assert all(f"arm{i}" in text for i in range(arms))
-    allowed_s = TARGET_S * slowness()
-    while cpu_s[-1] >= allowed_s and len(cpu_s) < ATTEMPTS:
+    bare_s = [bare_reading_s(tmp_path)]
+    while cpu_s[-1] >= TARGET_S and len(cpu_s) < ATTEMPTS:
         cpu_s.append(report())
-    benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size, cpu_s=cpu_s, grown_bytes=grown)
-    assert min(cpu_s) < allowed_s, f"{arms * trials} runs took {cpu_s} s of CPU time"
+        bare_s.append(bare_reading_s(tmp_path))
+    benchmark.extra_info.update(runs=arms * trials, bytes=page.stat().st_size, grown_bytes=grown)
+    benchmark.extra_info.update(cpu_s=cpu_s, bare_s=bare_s, met=min(cpu_s) < TARGET_S)
+    allowed_s = max(TARGET_S, BARE_READINGS * min(bare_s))
+    assert min(cpu_s) < allowed_s, f"{arms * trials} runs took {cpu_s} s of CPU time, reading them {bare_s}"
+
+
+def bare_reading_s(folder: Path) -> float:
+    """CPU time of reading every record there once, and doing nothing with it."""
+    start = time.process_time()
+    for path in folder.glob("*/*/run.json"):
+        json.loads(path.read_text("utf-8"))
+        for table in path.parent.glob("*.parquet"):
+            pq.read_table(table, use_threads=False)
+    return time.process_time() - start
 
 
 def peak_bytes() -> int:
