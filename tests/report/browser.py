@@ -33,6 +33,13 @@ def find_browser() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+class Navigated(AssertionError):
+    """The page left while it was asked: its answer went with it."""
+
+
+LEFT = ("Inspected target navigated or closed", "Execution context was destroyed.")
+
+
 class Page:
     """One open page. ``console``: messages of level error or warning and uncaught exceptions; ``requests``: URLs."""
 
@@ -55,6 +62,11 @@ class Page:
         self._call("Page.navigate", url=path.as_uri())
         self.wait_for(f"location.href === {json.dumps(path.as_uri())} && document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        self.evaluate("window.isOld = true")  # the old page answers until the new one is there
+        self._call("Page.reload")
+        self.wait_for("!window.isOld && document.readyState === 'complete'")
+
     def prefer(self, theme: str) -> None:
         """What the system says that its user prefers: light or dark."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
@@ -68,10 +80,16 @@ class Page:
 
     def wait_for(self, condition: str, seconds: float = 45.0) -> None:
         end = time.monotonic() + seconds
-        while not self.evaluate(f"!!({condition})"):
+        while not self._holds(condition):
             if time.monotonic() > end:
                 raise AssertionError(f"not within {seconds} s: {condition}; console: {self.console}")
             time.sleep(0.1)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self.evaluate(f"!!({condition})"))
+        except Navigated:
+            return False
 
     def cpu_seconds(self) -> float:
         """Of all the browser's processes so far."""
@@ -91,7 +109,8 @@ class Page:
             answer = self._receive()
             if answer.get("id") == self._last:
                 if "error" in answer:
-                    raise AssertionError(f"{method}: {answer['error']}")
+                    left = answer["error"].get("message") in LEFT
+                    raise (Navigated if left else AssertionError)(f"{method}: {answer['error']}")
                 return dict(answer["result"])
             self._note(answer)
 

@@ -232,8 +232,8 @@ def test_the_address_keeps_baseline_arms_and_theme(page: Page, ladder: Path) -> 
     assert hash_.startswith("#baseline=paged&arm=continuous&arm=paged&") and hash_.endswith("&theme=dark")
     shown = "[document.querySelector('#compare select').value, document.documentElement.dataset.theme]"
     before = page.evaluate(COMPARED)
-    page.evaluate("window.isOld = true, location.reload()")  # the old page answers until the new one is there
-    page.wait_for(f"!window.isOld && document.querySelector('#compare select') && {shown}[1] === 'dark'")
+    page.reload()
+    page.wait_for(f"document.querySelector('#compare select') && {shown}[1] === 'dark'")
     assert page.evaluate(shown) == [str(names.index("paged")), "dark"]
     assert page.evaluate(COMPARED) == before and "static" not in page.evaluate(VISIBLE)
     page.evaluate("location.hash = '#baseline=nobody&arm=nobody&arm=int8'")  # what is unknown is passed over
