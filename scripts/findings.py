@@ -3,7 +3,8 @@
     python -m scripts.findings
 
 Each block of the page that begins with `<!-- begin: <folder> -->` becomes the table of that study's records, and
-`<!-- begin: <folder>:products -->` that of how the gains of a factorial study combine.
+`<!-- begin: <folder>:products -->` that of how the gains of a factorial study combine. A folder is one of
+results/reference/cpu, or says of which machine it is: `cpu_avx512/ladder`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from harness.statistics import Ratio
 from harness.texts import times
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "results" / "reference" / "cpu"
+REFERENCE = ROOT / "results" / "reference"
+RECORDS = REFERENCE / "cpu"
 PAGE = ROOT / "docs" / "findings.md"
 BLOCK = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -149,7 +151,7 @@ def table(folder: Path) -> str:
     trials = max(int(path.parent.name) for path in folder.glob("*/*/run.json")) + 1
     git = run["provenance"]["git"]
     commit = f"commit {git['commit'][:7]}{' with changes' if git['dirty'] else ''}"
-    records = f"[records](../results/reference/cpu/{folder.name})"
+    records = f"[records](../{folder.relative_to(ROOT).as_posix()})"
     lines += ["", f"`{plan['command']}`, {trials} trials; {plan['created'][:10]}, {commit}; {records}."]
     return "\n".join(lines)
 
@@ -175,7 +177,7 @@ def ratio_text(found: Ratio) -> str:
 def page(text: str) -> str:
     def block(found: re.Match[str]) -> str:
         name, _, kind = found[2].partition(":")
-        made = (products if kind == "products" else table)(RECORDS / name)
+        made = (products if kind == "products" else table)((REFERENCE if "/" in name else RECORDS) / name)
         return f"{found[1]}\n{made}\n\n{found[3]}"
 
     return BLOCK.sub(block, text)

@@ -43,10 +43,9 @@ class GroupedGemm:
     native_grouped  a CPU with a C compiler: `impls.native` unpacks in registers, from 9 rows on once into the cache;
                     FP32 activations; FP16 scales and offsets
     triton_grouped  CUDA from compute capability 8.0 on: the same words and scales, unpacked in registers
-    torch_int4pack  torch's operator of 4 bits, of a CPU or (tinygemm, made for few rows) of CUDA from 8.0 on; scales in
-                    the activations' type; out_features are padded to a multiple of 16
-    torch_int8pack  torch's CPU operator of 8 bits, symmetric, a scale for each row of W
-                    (both are scalar loops on a CPU whose activations are FP32: 10 to 200 times slower)
+    torch_int4pack  torch's operator of 4 bits, of a CPU or (tinygemm, made for few rows) of CUDA from 8.0 on; BF16
+                    activations and scales; out_features are padded to a multiple of 16
+    torch_int8pack  torch's CPU operator of 8 bits, symmetric, a BF16 scale for each row of W; BF16 activations
     dequantized     any device: the packed weights of native_grouped, made dense again for every product, a slice at a
                     time; the bytes are real, the speed is not what the format could reach
     """
@@ -57,9 +56,11 @@ class GroupedGemm:
         self.kernel = best_kernel(device, bits, by_row) if kernel == "auto" else kernel
         if why := why_not(self.kernel, device, bits, by_row):
             raise ValueError(why)
-        self.dtype = torch.float32 if self.kernel == "native_grouped" else activation_dtype(device)
-        # torch's operators want scales in the activations' type.
-        self.scale_dtype = self.dtype if self.kernel in TORCH_KERNELS else torch.float16
+        if self.kernel in TORCH_KERNELS:  # in FP32 they are scalar loops on a CPU, 10 to 200 times slower
+            self.dtype = self.scale_dtype = torch.bfloat16
+        else:
+            self.dtype = torch.float32 if self.kernel == "native_grouped" else activation_dtype(device)
+            self.scale_dtype = torch.float16
         self._triton = _triton_grouped() if self.kernel == "triton_grouped" else None
 
     def pack(self, weight: GroupedWeight, bias: Tensor | None = None) -> PackedGroups:
@@ -165,7 +166,7 @@ class GroupedGemm:
 
 
 def best_kernel(device: torch.device, bits: int, by_row: bool) -> str:
-    """torch's own operators where AVX512 and BF16 activations make them fast, else the project's, where it runs."""
+    """torch's own operators where AVX512 and BF16 instructions suit them, else the project's, where it runs."""
     fast = next((name for name, fits in TORCH_KERNELS.items() if fits == (bits, by_row)), None)
     if fast and device.type == "cpu" and has_avx512() and has_bf16_instructions():
         return fast

@@ -31,4 +31,4 @@ def test_quality_has_the_interval_of_its_texts() -> None:
 def test_every_study_of_the_page_has_records() -> None:
     named = [folder for _, folder, _ in findings.BLOCK.findall(findings.PAGE.read_text(encoding="utf-8"))]
     assert named and len(named) == len(set(named))
-    assert {folder.partition(":")[0] for folder in named} <= set(findings.COLUMNS)
+    assert {folder.partition(":")[0].rpartition("/")[2] for folder in named} <= set(findings.COLUMNS)

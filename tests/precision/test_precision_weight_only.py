@@ -127,10 +127,10 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
 
 @pytest.mark.parametrize("avx512", [True, False])
 @pytest.mark.parametrize("bf16", [True, False])
-def test_torch_s_operators_are_taken_where_both_avx512_and_bf16_make_them_fast(
+def test_torch_s_operators_are_taken_with_both_avx512_and_bf16(
     monkeypatch: pytest.MonkeyPatch, avx512: bool, bf16: bool
 ) -> None:
-    """With FP32 activations (AVX512, but no BF16 instructions) they are scalar loops."""
+    """Without BF16 instructions all else in a step would pay for the BF16 activations that they want."""
     monkeypatch.setattr(grouped_gemm, "has_avx512", lambda: avx512)
     monkeypatch.setattr(grouped_gemm, "has_bf16_instructions", lambda: bf16)
     own = grouped_gemm.own_kernel(CPU)

@@ -13,8 +13,8 @@ from harness.record_json import encode
 from harness.records import read_run
 from harness.summary import summary_of
 
-RECORDS = Path(__file__).resolve().parents[2] / "results" / "reference" / "cpu"
-STUDIES = sorted(path.parent for path in RECORDS.glob("*/study.json"))
+RECORDS = Path(__file__).resolve().parents[2] / "results" / "reference"
+STUDIES = sorted(path.parent for path in RECORDS.glob("*/*/study.json"))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -25,7 +25,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
 def test_a_committed_summary_is_that_of_its_records(folder: Path) -> None:
     committed = dict(leaves(json.loads((folder / "summary.json").read_text(encoding="utf-8"))))
     made = dict(leaves(encode(summary_of(read_run(folder)))))
