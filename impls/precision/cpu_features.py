@@ -41,5 +41,8 @@ def has_avx512() -> bool:
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """Of the hidden states under reduced-precision weights: BF16 where the hardware multiplies it, else FP32."""
+    """Of the hidden states under reduced-precision weights: BF16 where the hardware multiplies it, else FP32.
+
+    A kernel may want another: torch's packed operators take BF16 anywhere, `impls.native` FP32.
+    """
     return torch.bfloat16 if device.type != "cpu" or has_bf16_instructions() else torch.float32

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_steps import Step, model_shape, tolerance
+from conftest import best_seconds
 
 from impls.build import locate
 from impls.models.llama import LlamaModel
@@ -86,7 +87,7 @@ KERNELS: dict[str, Collection[str]] = {
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("name", KERNELS)
 def test_auto_takes_no_slow_kernel(benchmark: Any, project_conf: Any, name: str, rows: int) -> None:
-    """A processor nobody has seen may lack what a kernel was chosen for: torch's 4 bits once took 240 times as long."""
+    """A processor nobody has seen may lack what a kernel was chosen for: torch's 4 bits once took 200 times as long."""
     option = project_conf("precision", name)
     options = {key: value for key, value in option.items() if key not in ("name", "_target_", "kernel")}
     draw = torch.Generator().manual_seed(0)
@@ -108,7 +109,8 @@ def test_auto_takes_no_slow_kernel(benchmark: Any, project_conf: Any, name: str,
 
     benchmark.pedantic(in_turns, rounds=10, warmup_rounds=1)
     benchmark.extra_info.update({f"us {kernel}": round(seconds * 1e6, 1) for kernel, seconds in best.items()})
-    assert best["auto"] < 5 * min(best.values()), best  # wide: a kernel may be the better one on other processors
+    slow = best["auto"] > 5 * min(best.values())  # wide: a kernel may be the better one on other processors
+    assert best_seconds(benchmark) is None or not slow, best
 
 
 class CountOperators(torch.utils._python_dispatch.TorchDispatchMode):

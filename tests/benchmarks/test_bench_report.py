@@ -1,7 +1,6 @@
 """`python -m harness.report` of 1,000 runs within 10 s of CPU time: 40 arms, 25 trials each.
 
-On a processor that takes longer the report may cost as many times the bare reading of its files as it may where the
-target was set: they are read in turns.
+A slower processor may exceed that, up to `BARE_READINGS` times the CPU time of merely reading the same files.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from harness.plan import PlannedArm
 from harness.records import read_json
 from harness.study import compose_study
 from harness.summary import table_columns, table_rows
+from harness.texts import times
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -78,3 +80,19 @@ def test_the_table_is_what_the_committed_run_printed() -> None:
     printed = [re.split(r" {2,}", line.strip()) for line in block.strip().splitlines()]
     assert printed[0] == list(table_columns(summary))
     assert printed[1:] == [[text for text in row.values() if text] for row in table_rows(summary)]
+
+
+def test_the_second_machine_s_figures_are_those_of_its_records() -> None:
+    reference = ROOT / "results" / "reference" / "cpu_avx512"
+    arms = read_json(reference / "ladder" / "summary.json")["arms"]
+    paged = arms["paged"]
+    found = [arms["continuous"]["step_ratios"], paged["step_ratios"], paged["ratios"]]
+    ratios = [each["output_tokens_per_s"] for each in found]
+    gains = [times(ratio["median"], ratio["low"], ratio["high"]) for ratio in ratios]
+    text = " ".join(README.split())
+    assert f"continuous {gains[0]}, paged {gains[1]} of that and {gains[2]} of static" in text
+    runs = [run for run in read_json(reference / "beside_vllm" / "2_cores_equal.json")["runs"] if run["batch"] == 32]
+    ours = [1e3 * run["decode_step_s"] for run in runs if run["system"] == "ours"]
+    theirs = [1e3 * run["decode_step_s"] for run in runs if run["system"] == "vllm"]
+    steps = f"{fmean(ours):.0f} ({' and '.join(f'{step:.0f}' for step in ours)}) against {fmean(theirs):.0f} ms"
+    assert steps in text

@@ -29,12 +29,12 @@ def test_bits_of_a_weight_are_those_of_a_packed_layer(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "kernel"), [("int4", "torch_int4pack"), ("int8_weight_only", "torch_int8pack")])
 def test_a_kernel_of_torch_s_takes_no_more(name: str, kernel: str) -> None:
-    """Its scales are in 16 bits even where other activations are FP32, in which it would be a scalar loop."""
+    """On any CPU it gets BF16 activations and 16-bit scales: given FP32 it would be a scalar loop."""
     chosen = option("precision", name) | {"kernel": kernel}
     method = construct(chosen, device=CPU)
     packed = method.pack(torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)))
     assert weight_bits(chosen) == pytest.approx(8 * packed.num_bytes() / (512 * 1024), rel=0.01)
-    assert method.activation_dtype == torch.bfloat16
+    assert method.activation_dtype == packed.tensors["scale"].dtype == torch.bfloat16
 
 
 def test_bits_follow_the_options() -> None:

@@ -37,7 +37,11 @@ class Navigated(AssertionError):
     """The page left while it was asked: its answer went with it."""
 
 
-LEFT = ("Inspected target navigated or closed", "Execution context was destroyed.")
+LEFT = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
 
 
 class Page:

@@ -27,6 +27,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
 def test_a_committed_summary_is_that_of_its_records(folder: Path) -> None:
+    assert (folder / "summary.json").exists(), f"run python -m harness.report {folder}"
     committed = dict(leaves(json.loads((folder / "summary.json").read_text(encoding="utf-8"))))
     made = dict(leaves(encode(summary_of(read_run(folder)))))
     assert committed.keys() == made.keys(), f"run python -m harness.report {folder}"
