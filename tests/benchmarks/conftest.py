@@ -1,8 +1,8 @@
 """The benchmark suite runs only where it is named: `python -m pytest tests/benchmarks [--benchmark-json=FILE]`.
 
 With `--benchmark-disable` each is an ordinary test that runs once. The counts asserted beside the times (steps, tokens,
-blocks, bytes) do not depend on the machine. Times are judged by their minimum: the run that nothing else disturbed. A
-target in seconds is for a quiet core of the machine that it was set on, and grows with how much slower this one is now.
+blocks, bytes) do not depend on the machine. Times are judged by their minimum, the run that nothing else disturbed, and
+against something timed beside them where a slower machine could miss a target in seconds.
 """
 
 from __future__ import annotations

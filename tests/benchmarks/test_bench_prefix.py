@@ -6,10 +6,11 @@ Whoever prefills 25,000 tokens a second takes 40 us for one: looking up, publish
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import best_seconds, slowness
+from conftest import slowness
 
 from impls.kv_cache.hash_chain import HashChain
 from impls.kv_cache.paged import PagedCache
@@ -44,10 +45,7 @@ def test_distinct_prompts(benchmark: Any, prefix: str) -> None:
             kv.free("a")
 
     benchmark.pedantic(run, rounds=7, warmup_rounds=1)
-    tokens = COUNT * PROMPT
-    benchmark.extra_info.update(tokens=tokens)
-    best = best_seconds(benchmark)
-    assert best is None or best / tokens < TARGET_S * slowness()
+    judge(benchmark, run)
 
 
 @pytest.mark.parametrize("prefix", INDEXES)
@@ -68,5 +66,15 @@ def test_known_prompts(benchmark: Any, prefix: str) -> None:
     run()
     found = benchmark.pedantic(run, rounds=7, warmup_rounds=1)
     assert found == (0 if prefix == "off" else (PROMPT - 1) // BLOCK * BLOCK)
-    best = best_seconds(benchmark)
-    assert best is None or best / (COUNT * PROMPT) < TARGET_S * slowness()
+    judge(benchmark, run)
+
+
+def judge(benchmark: Any, run: Callable[[], object]) -> None:
+    """By the best of a few runs, each against how slow Python was beside it: the machine may be another one by then."""
+    costs = []
+    for _ in range(5):
+        start = time.thread_time()
+        run()
+        costs.append((time.thread_time() - start) / (COUNT * PROMPT) / slowness())
+    benchmark.extra_info.update(tokens=COUNT * PROMPT, ns_per_token=[round(cost * 1e9) for cost in costs])
+    assert benchmark.stats is None or min(costs) < TARGET_S
