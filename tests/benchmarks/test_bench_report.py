@@ -18,7 +18,7 @@ from simulated_run import write_many
 from harness.report.__main__ import main
 
 TARGET_S = 10.0  # of CPU time: what else the machine does is no fault of the report
-BARE_READINGS = 3.3  # which it may cost; 2.0 to 2.4 when this was written
+BARE_READINGS = 3.3  # which it may cost; 1.6 to 2.0 when this was written, on a processor half again as slow
 ATTEMPTS = 3  # CPU time grows too where neighbours share the core's cache and units: the best of a few counts
 SIZES = {(10, 10): "100 runs", (40, 25): "1000 runs"}
 
